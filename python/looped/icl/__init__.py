@@ -1,0 +1,1 @@
+"""In-context learning: tasks, prompts, baselines, evaluation."""

@@ -1,0 +1,316 @@
+"""`LoopedTransformer`, the eager model: the one truth that every backend is tested against.
+
+One loop is `Y <- M(Y)`, with P the injected signal of the prompt:
+
+    X = inject(Y, P);  pos_when="each_loop": X += positions;  X = core(X);  loop_norm="each": X = final_norm(X)
+
+The block is GPT-2's (Radford et al., 2019); the loop, with P added before every pass, is Yang et al. (2024).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from looped.config import LoopedConfig
+
+ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+
+
+def norm_layer(config: LoopedConfig) -> nn.Module:
+    """LayerNorm over the width, or nothing."""
+    if config.norm_kind == "none":
+        return nn.Identity()
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with one fused projection, in q, k, v order."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.n_heads, self.is_causal = config.n_heads, config.mask_kind == "causal"
+        self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
+        self.proj = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x [..., C], each [..., H, head_dim]."""
+        q, k, v = self.qkv(x).unflatten(-1, (3 * self.n_heads, -1)).chunk(3, dim=-2)
+        return q, k, v
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, T, C]; mask bool [B, 1, T, T], True where a query may look, or None."""
+        q, k, v = (part.transpose(1, 2) for part in self.project(x))  # [B, H, T, head_dim]
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal and mask is None)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        assert config.d_ff is not None
+        self.fc = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.activation(self.fc(x)))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.norm_1, self.attn = norm_layer(config), Attention(config)
+        self.norm_2, self.mlp = norm_layer(config), MLP(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm_1(x), mask)
+        return x + self.mlp(self.norm_2(x))
+
+
+class LoopedTransformer(nn.Module):
+    """A looped transformer: `config` says which. Parameters are in the dtype and on the device they are moved to.
+
+    The pieces of a forward pass are methods of their own, so that a solver can call them one by one:
+    `embed` (P), `initial_state` (Y_0), `step` (M), `read` (predictions).
+    """
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.input_kind == "features":
+            assert config.n_dims is not None
+            self.read_in = nn.Linear(config.n_dims, config.d_model)
+        elif config.input_kind == "tokens":
+            assert config.vocab_size is not None
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.pos_kind == "learned":
+            self.positions = nn.Embedding(config.n_positions, config.d_model)
+        self.prelude = nn.ModuleList(Block(config) for _ in range(config.n_prelude))
+        self.core = nn.ModuleList(Block(config) for _ in range(config.n_core))
+        self.coda = nn.ModuleList(Block(config) for _ in range(config.n_coda))
+        self.final_norm = norm_layer(config) if config.loop_norm != "none" else nn.Identity()
+        if config.readout != "none" and not config.tie_readout:
+            self.read_out = nn.Linear(config.d_model, config.readout_width, bias=config.readout != "vocabulary")
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: N(0, 0.02), residual projections smaller by sqrt(2 * layers), zero biases.
+
+        `read_in` and `read_out` keep PyTorch's default for linear maps, as in the authors' code.
+        """
+        n_layers = self.config.n_prelude + self.config.n_core + self.config.n_coda
+        for name, parameter in self.named_parameters():
+            if name.startswith(("read_in", "read_out")) or "norm" in name:
+                continue
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif name.endswith("proj.weight"):
+                parameter.normal_(std=0.02 / math.sqrt(2 * n_layers))
+            else:
+                parameter.normal_(std=0.02)
+
+    # The parts of one pass ----------------------------------------------------------------------------------------
+
+    def embed(self, prompts: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """P [B, T, C], the injected signal of each prompt's own tokens; rows of padding are zero.
+
+        prompts: float [B, T, n_dims], int64 [B, T] or float [B, T, C], by `config.input_kind`. lengths: int64 [B]; the
+        content of padding is never used, NaN included. Raises ValueError for a wrong width or more tokens than positions.
+        """
+        self._check_prompts(prompts)
+        own = own_tokens(prompts.shape[1], lengths)
+        if own is not None:  # cleared before the first product: 0 * NaN is NaN
+            outside = ~own if self.config.input_kind == "tokens" else ~own[..., None]
+            prompts = prompts.masked_fill(outside, 0)
+        if self.config.input_kind == "features":
+            P = self.read_in(prompts)
+        elif self.config.input_kind == "tokens":
+            P = self.embedding(prompts)
+        else:
+            P = prompts
+        if self.config.pos_when == "once":
+            P = self._add_positions(P)
+        mask = self.attention_mask(own)
+        for block in self.prelude:
+            P = block(P, mask)
+        return clear_padding(P, own)
+
+    def initial_state(self, P: Tensor, state: Tensor | None = None) -> Tensor:
+        """Y_0 [B, T, C] by `config.state_init`; `state` is used where the configuration says "given"."""
+        kind = self.config.state_init
+        if (kind == "given") != (state is not None):
+            raise ValueError(
+                f"LoopedTransformer: state_init={kind!r} "
+                + ("needs a state [B, T, C]" if kind == "given" else 'takes no state; use state_init="given"')
+            )
+        if kind == "given":
+            assert state is not None
+            if state.shape != P.shape:
+                raise ValueError(f"LoopedTransformer: state has shape {list(state.shape)}, the prompts {list(P.shape)}")
+            return state.to(P.dtype)
+        if kind == "embedding":
+            return P
+        return torch.zeros_like(P) if kind == "zeros" else torch.ones_like(P)
+
+    def inject(self, Y: Tensor, P: Tensor) -> Tensor:
+        """What a loop sees of the state and the prompt, before positions."""
+        if self.config.inject == "add":
+            return Y + P
+        return Y * P if self.config.inject == "mul" else Y
+
+    def step(self, Y: Tensor, P: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """M(Y) [B, T, C]: one loop. Rows of padding come out as zero."""
+        own = own_tokens(Y.shape[1], lengths)
+        mask = self.attention_mask(own)
+        X = self.inject(Y, P)
+        if self.config.pos_when == "each_loop":
+            X = self._add_positions(X)
+        for block in self.core:
+            X = block(X, mask)
+        if self.config.loop_norm == "each":
+            X = self.final_norm(X)
+        return clear_padding(X, own)
+
+    def read(self, Y: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Predictions from a state: [B, N] for a scalar, else [B, N, classes or vocabulary], N = ceil(T / read_stride).
+
+        The coda, and the final norm where it is not part of the state, come first. Rows of padding are zero. Without a
+        read-out the (closed) state [B, T, C] itself is returned.
+        """
+        own = own_tokens(Y.shape[1], lengths)
+        mask = self.attention_mask(own)
+        for block in self.coda:
+            Y = block(Y, mask)
+        if self.config.loop_norm == "once":
+            Y = self.final_norm(Y)
+        if self.config.readout == "none":
+            return clear_padding(Y, own)
+        stride = self.config.read_stride
+        Y = Y[:, ::stride]
+        logits = F.linear(Y, self.embedding.weight) if self.config.tie_readout else self.read_out(Y)
+        predictions = logits.squeeze(-1) if self.config.readout == "scalar" else logits
+        return clear_padding(predictions, None if own is None else own[:, ::stride])
+
+    # The pass -----------------------------------------------------------------------------------------------------
+
+    def iterate(
+        self,
+        prompts: Tensor,
+        n_loops: int,
+        *,
+        lengths: Tensor | None = None,
+        state: Tensor | None = None,
+        n_loop_start: int = 0,
+    ) -> Iterator[Tensor]:
+        """Yields the states Y_t [B, T, C] for t = n_loop_start + 1 .. n_loops; the loops before them run without gradient."""
+        P = self.embed(prompts, lengths)
+        Y = self.initial_state(P, state)
+        with torch.no_grad():
+            for _ in range(n_loop_start):
+                Y = self.step(Y, P, lengths)
+        for _ in range(n_loop_start, n_loops):
+            Y = self.step(Y, P, lengths)
+            yield Y
+
+    def forward(
+        self,
+        prompts: Tensor,
+        *,
+        n_loops: int | None = None,
+        lengths: Tensor | None = None,
+        state: Tensor | None = None,
+        return_predictions: bool = False,
+        n_loop_start: int = 0,
+    ) -> Tensor:
+        """Run all loops and read the predictions.
+
+        Parameters
+            prompts: as in `embed`. lengths: int64 [B], tokens per prompt; None means that all T are.
+            n_loops: loops to run, 0 or more; default `config.n_loops`.
+            state: Y_0 where `config.state_init` is "given".
+            return_predictions: the predictions after every loop, stacked in a new dimension 1 of n_loops - n_loop_start
+                entries. States are not kept.
+            n_loop_start: loops that run first, without gradient and without a prediction (truncated loss, Yang et al.
+                eq. 1).
+
+        Returns what `read` returns. Raises ValueError for a negative n_loops, or n_loop_start outside 0 .. n_loops - 1.
+        """
+        total = loop_count(self.config.n_loops if n_loops is None else n_loops)
+        if n_loop_start and not 0 <= n_loop_start < total:
+            raise ValueError(
+                f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}"
+            )
+        predictions: list[Tensor] = []
+        if total == 0:
+            P = self.embed(prompts, lengths)
+            last = self.read(self.initial_state(P, state), lengths)
+            return last[:, None][:, :0] if return_predictions else last
+        for Y in self.iterate(prompts, total, lengths=lengths, state=state, n_loop_start=n_loop_start):
+            if return_predictions:
+                predictions.append(self.read(Y, lengths))
+        return torch.stack(predictions, dim=1) if return_predictions else self.read(Y, lengths)
+
+    # Masks, positions, checks -------------------------------------------------------------------------------------
+
+    def attention_mask(self, own: Tensor | None) -> Tensor | None:
+        """bool [B, 1, T, T], or None where causality alone decides. Padding stands last, so causal masks never reach it.
+
+        With a full mask every row sees its prompt's own tokens and itself, so that rows of padding stay finite.
+        """
+        if own is None or self.config.mask_kind == "causal":
+            return None
+        return (own[:, None, :] | torch.eye(own.shape[1], dtype=torch.bool, device=own.device))[:, None]
+
+    def _add_positions(self, X: Tensor) -> Tensor:
+        if self.config.pos_kind == "none":
+            return X
+        return X + self.positions.weight[: X.shape[1]]
+
+    def _check_prompts(self, prompts: Tensor) -> None:
+        config, shape = self.config, list(prompts.shape)
+        if config.input_kind == "tokens":
+            if prompts.dim() != 2 or prompts.is_floating_point():
+                raise ValueError(f"LoopedTransformer: tokens must be integers [B, T], got {prompts.dtype} {shape}")
+        else:
+            width = config.n_dims if config.input_kind == "features" else config.d_model
+            if prompts.dim() != 3 or shape[-1] != width:
+                raise ValueError(f"LoopedTransformer: {config.input_kind} must be [B, T, {width}], got {shape}")
+        if config.pos_kind == "learned" and shape[1] > config.n_positions:
+            raise ValueError(
+                f"LoopedTransformer: a prompt has {shape[1]} tokens but the model has {config.n_positions} positions; "
+                "shorten it or use a model with more positions"
+            )
+
+
+def loop_count(n_loops: int) -> int:
+    """n_loops as an int. Integers and 0-d integer tensors are accepted; 4.0 is a TypeError, -1 a ValueError."""
+    try:
+        count = operator.index(n_loops)
+    except TypeError:
+        raise TypeError(f"n_loops must be an integer, got {n_loops!r}") from None
+    if count < 0:
+        raise ValueError(f"n_loops must be 0 or more, got {count}")
+    return count
+
+
+def own_tokens(n_tokens: int, lengths: Tensor | None) -> Tensor | None:
+    """bool [B, T], True at a prompt's own tokens; None where every prompt fills all T."""
+    if lengths is None:
+        return None
+    return torch.arange(n_tokens, device=lengths.device) < lengths[:, None]
+
+
+def clear_padding(x: Tensor, own: Tensor | None) -> Tensor:
+    """x [B, T, ...] with zeros outside a prompt's own tokens."""
+    if own is None:
+        return x
+    return x.masked_fill(~own.reshape(own.shape + (1,) * (x.dim() - 2)), 0)

@@ -1,0 +1,6 @@
+"""Training looped in-context learners."""
+
+from looped.train.recipe import Ramp, TrainConfig, preset
+from looped.train.trainer import train
+
+__all__ = ["Ramp", "TrainConfig", "preset", "train"]

@@ -1,0 +1,154 @@
+"""What a training run does, as data: `TrainConfig`, its curricula, and the presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from looped.config import LoopedConfig, icl_config
+from looped.icl.tasks import Task, make_task
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A curriculum quantity: `start`, then `increment` more every `every` steps, up to `end`."""
+
+    start: int
+    end: int
+    increment: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.start <= self.end and self.increment >= 1 and self.every >= 1):
+            raise ValueError(f"Ramp: needs start <= end, increment >= 1 and every >= 1, got {self}")
+
+    def at(self, step: int) -> int:
+        """The value at a step, counted from 0."""
+        return min(self.end, self.start + self.increment * (step // self.every))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run of a looped in-context learner (Yang et al., 2024, section 4 and their public code).
+
+    Each step draws `batch_size` fresh prompts of `points` pairs with `dims` live coordinates, runs `loops` loops and takes
+    the mean squared error of the last `window` loops' predictions at every point (truncated loss, eq. 1). The loops before
+    the window run without gradient.
+
+    lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
+    gradient's norm; None leaves it. save_every: steps between checkpoints that a killed run resumes from. keep_every:
+    steps between copies of the model that stay; 0 keeps none.
+    """
+
+    model: LoopedConfig
+    task: str = "linear_regression"
+    task_options: dict[str, Any] = field(default_factory=dict)
+    window: int
+    dims: Ramp
+    points: Ramp
+    loops: Ramp
+    batch_size: int = 64
+    n_steps: int = 500_000
+    lr: float = 1e-4
+    warmup_steps: int = 0
+    decay: str = "none"
+    grad_clip: float | None = None
+    seed: int = 42
+    save_every: int = 1000
+    keep_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.decay not in ("none", "cosine"):
+            raise ValueError(f"TrainConfig: decay={self.decay!r} is not one of none, cosine")
+        if not 1 <= self.window <= self.loops.start:
+            raise ValueError(f"TrainConfig: window={self.window} must lie in 1 .. loops.start={self.loops.start}")
+        if self.loops.end != self.model.n_loops:
+            raise ValueError(f"TrainConfig: loops end at {self.loops.end} but the model runs {self.model.n_loops}")
+        if self.dims.end != self.model.n_dims or self.dims.start < 1:
+            raise ValueError(f"TrainConfig: dims {self.dims} must go from 1 or more to the model's {self.model.n_dims}")
+        if 2 * self.points.end - 1 > self.model.n_positions:
+            raise ValueError(
+                f"TrainConfig: {self.points.end} points take {2 * self.points.end - 1} tokens but the model has "
+                f"{self.model.n_positions} positions"
+            )
+        if min(self.batch_size, self.n_steps, self.save_every) < 1 or min(self.warmup_steps, self.keep_every) < 0:
+            raise ValueError("TrainConfig: batch_size, n_steps and save_every must be at least 1, the others 0 or more")
+        self.make_task()
+
+    def make_task(self) -> Task:
+        """The task that prompts are drawn from."""
+        return make_task(self.task, self.dims.end, **self.task_options)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        warm = min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        if self.decay == "none" or step < self.warmup_steps:
+            return self.lr * warm
+        done = (step - self.warmup_steps) / max(1, self.n_steps - self.warmup_steps)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The inverse of `to_dict`."""
+        ramps = {name: Ramp(**values[name]) for name in ("dims", "points", "loops")}
+        return cls(**{**values, **ramps, "model": LoopedConfig.from_dict(values["model"])})
+
+
+# b, T and the points curriculum of the authors' script, by task (exec/script_loop.sh and configs/ of their code).
+PAPER = {
+    "linear_regression": (30, 15, Ramp(11, 41, 2, 5000)),
+    "noisy_linear_regression": (30, 15, Ramp(11, 41, 2, 5000)),
+    "sparse_linear_regression": (20, 10, Ramp(11, 41, 2, 5000)),
+    "quadratic_regression": (30, 15, Ramp(11, 41, 2, 5000)),
+    "decision_tree": (70, 15, Ramp(26, 101, 5, 5000)),
+    "relu_2nn_regression": (12, 5, Ramp(26, 101, 5, 5000)),
+}
+
+# The weight-tied twin: starts from the embedding and injects nothing.
+TIED = {"inject": "none", "state_init": "embedding"}
+
+
+def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **changes: Any) -> TrainConfig:
+    """A named run.
+
+    ``"paper"``: the published sizes and steps (quadratic regression, which the paper does not train, uses the linear
+    ones). ``"small"``: 5 dimensions and 11 points, for 2 CPU cores in under two hours. ``"tiny"``: seconds, for tests.
+    `tied` trains the weight-tied twin. Further keywords replace fields of `TrainConfig`.
+    """
+    twin = TIED if tied else {}
+    if task not in PAPER:
+        make_task(task, 1)  # names the nearest
+    run: dict[str, Any]
+    if name == "paper":
+        n_loops, window, points = PAPER[task]
+        model = icl_config(n_dims=20, n_points=101, n_loops=n_loops, **twin)
+        run = dict(window=window, points=points, dims=Ramp(5, 20, 1, 5000), loops=Ramp(window, n_loops, 2, 500))
+    elif name == "small":
+        model = icl_config(n_dims=5, n_points=11, d_model=64, n_heads=4, n_loops=30, **twin)
+        run = dict(
+            window=15,
+            dims=Ramp(2, 5, 1, 1500),
+            points=Ramp(11, 11),
+            loops=Ramp(15, 30, 1, 300),
+            n_steps=16_000,
+            lr=1e-3,
+            warmup_steps=500,
+            decay="cosine",
+            grad_clip=1.0,
+            save_every=500,
+            keep_every=2000,
+        )
+    elif name == "tiny":
+        model = icl_config(n_dims=2, n_points=5, d_model=16, n_heads=2, n_loops=4, **twin)
+        run = dict(window=2, dims=Ramp(1, 2, 1, 4), points=Ramp(3, 5, 1, 3), loops=Ramp(2, 4, 1, 2))
+        run |= dict(batch_size=8, n_steps=12, lr=1e-3, grad_clip=1.0, save_every=5)
+    else:
+        raise ValueError(f"preset: {name!r} is not one of paper, small, tiny")
+    return TrainConfig(**(dict(model=model, task=task) | run | changes))

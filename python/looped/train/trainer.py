@@ -1,0 +1,207 @@
+"""`train`: run a `TrainConfig`, with checkpoints that a killed run resumes from bit-exactly.
+
+A run's folder holds `train.json` (the configuration), `state.pt` (everything that resuming needs, replaced atomically),
+`log.jsonl` (one line per logged step) and, at the end, `model/` (safetensors and JSON).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
+from looped.icl.prompts import interleave
+from looped.model import LoopedTransformer
+from looped.train.recipe import TrainConfig
+
+LOG_EVERY = 20
+
+
+@dataclass
+class Run:
+    """The mutable state of a training run: what a checkpoint holds."""
+
+    config: TrainConfig
+    model: LoopedTransformer
+    optimizer: torch.optim.Adam
+    prompt_rng: torch.Generator
+    step: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def start(cls, config: TrainConfig) -> Run:
+        """A run at step 0: weights and prompts from `config.seed`; the global generator is left as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            model = LoopedTransformer(config.model)
+        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
+        return cls(config, model, optimizer, torch.Generator().manual_seed(config.seed))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "prompt_rng": self.prompt_rng.get_state(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.prompt_rng.set_state(state["prompt_rng"])
+
+    def advance(self) -> dict[str, Any]:
+        """One optimizer step on fresh prompts. Returns the numbers for the log."""
+        config, step = self.config, self.step
+        n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
+        pairs = config.make_task().sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
+        squared = truncated_squared_error(self.model, *pairs, n_loops=n_loops, window=config.window)
+        loss = squared.mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or float("inf"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr_at(step)
+        numbers = {
+            "step": step + 1,
+            "loss": loss.item(),
+            "loss_last_loop": squared[:, -1].mean().item(),
+            "loss_last_point": squared[:, -1, -1].mean().item(),
+            "n_live": n_live,
+            "n_points": n_points,
+            "n_loops": n_loops,
+            "lr": config.lr_at(step),
+            "grad_norm": norm.item(),
+        }
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            raise FloatingPointError(
+                f"train: the loss or its gradient is not finite at step {step + 1}; lower lr, set grad_clip, or shorten "
+                "window, then resume from the last checkpoint"
+            )
+        self.optimizer.step()
+        self.step += 1
+        return numbers
+
+
+def truncated_squared_error(model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int, window: int) -> Tensor:
+    """Squared errors [B, window, n] of the last `window` loops' predictions at every point (Yang et al., eq. 1)."""
+    predictions = model(interleave(xs, ys), n_loops=n_loops, n_loop_start=n_loops - window, return_predictions=True)
+    return (predictions - ys[:, None]).square()
+
+
+def train(
+    config: TrainConfig, folder: str | os.PathLike[str], *, resume: bool = False, progress: bool = True
+) -> LoopedTransformer:
+    """Train, and leave the model in `folder`/model.
+
+    resume: go on from the folder's last checkpoint, if it has one; the result is bit for bit that of a run that was never
+    stopped (same thread count and torch). An interrupt (Ctrl-C, SIGTERM) finishes the step, writes a checkpoint and then
+    raises KeyboardInterrupt. progress: show a bar on standard error.
+
+    Raises ValueError where the folder holds a run and `resume` is False, or a run of another configuration; OSError where a
+    checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges.
+    """
+    folder = Path(folder)
+    run = Run.start(config)
+    if (folder / "state.pt").exists():
+        _load_into(run, folder, resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "train.json", json.dumps(config.to_dict(), indent=2).encode())
+    _drop_log_after(folder / "log.jsonl", run.step)
+    saved_step = run.step
+
+    def save() -> None:
+        nonlocal saved_step
+        try:
+            write_training_state(folder / "state.pt", run.to_dict())
+        except OSError as error:
+            last = f"the checkpoint of step {saved_step} is whole" if saved_step else "there is no earlier one"
+            raise OSError(
+                error.errno,
+                f"train: cannot write the checkpoint of step {run.step} ({error.strerror}); {last}; make room and resume",
+            ) from error
+        saved_step = run.step
+
+    bar = tqdm(total=config.n_steps, initial=run.step, disable=not progress, unit="step", dynamic_ncols=True)
+    with bar, open(folder / "log.jsonl", "a") as log, _stop_requested() as stop:
+        while run.step < config.n_steps:
+            begin = time.perf_counter()
+            numbers = run.advance()
+            took = time.perf_counter() - begin
+            run.seconds += took
+            bar.update()
+            if run.step % LOG_EVERY == 0 or run.step == config.n_steps:
+                numbers |= {"prompts_per_second": config.batch_size / took, "seconds": run.seconds}
+                bar.set_postfix(
+                    loss=f"{numbers['loss']:.4g}",
+                    loops=numbers["n_loops"],
+                    prompts_per_s=f"{config.batch_size / took:.0f}",
+                )
+                log.write(json.dumps(numbers) + "\n")
+                log.flush()
+            if run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set():
+                save()
+            if config.keep_every and run.step % config.keep_every == 0:
+                save_model(run.model, folder / f"model_{run.step}")
+            if stop.is_set():
+                raise KeyboardInterrupt(f"train: stopped at step {run.step}; run again with resume to go on")
+    save_model(run.model, folder / "model")
+    return run.model
+
+
+def _load_into(run: Run, folder: Path, resume: bool) -> None:
+    if not resume:
+        raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
+    before = json.loads((folder / "train.json").read_text())
+    now = json.loads(json.dumps(run.config.to_dict()))
+    different = [name for name in now if now[name] != before.get(name)]
+    if different:
+        raise ValueError(
+            f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder"
+        )
+    run.load(load_training_state(folder / "state.pt"))
+
+
+def _drop_log_after(path: Path, step: int) -> None:
+    """Forget logged steps after the checkpoint, which will be run again, and a line cut short by a crash."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            numbers = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if numbers["step"] > step:
+            break
+        kept.append(line + "\n")
+    write_atomically(path, "".join(kept).encode())
+
+
+@contextmanager
+def _stop_requested() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, so that a step is never cut in half. A no-op outside the main thread."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
