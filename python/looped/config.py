@@ -187,9 +187,7 @@ def icl_config(
     return LoopedConfig.from_dict(fields | changes)
 
 
-def gpt2_config(
-    vocab_size: int, n_positions: int, d_model: int, n_heads: int, n_layers: int, **changes: Any
-) -> LoopedConfig:
+def gpt2_config(vocab_size: int, n_positions: int, d_model: int, n_heads: int, n_layers: int, **changes: Any) -> LoopedConfig:
     """Plain GPT-2 as a looped transformer of one loop: tokens in, tied vocabulary read-out, positions and norm once."""
     fields: dict[str, Any] = dict(
         input_kind="tokens",

@@ -246,9 +246,7 @@ class LoopedTransformer(nn.Module):
         """
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
         if n_loop_start and not 0 <= n_loop_start < total:
-            raise ValueError(
-                f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}"
-            )
+            raise ValueError(f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}")
         predictions: list[Tensor] = []
         if total == 0:
             P = self.embed(prompts, lengths)

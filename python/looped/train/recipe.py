@@ -151,4 +151,5 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
         run |= dict(batch_size=8, n_steps=12, lr=1e-3, grad_clip=1.0, save_every=5)
     else:
         raise ValueError(f"preset: {name!r} is not one of paper, small, tiny")
-    return TrainConfig(**(dict(model=model, task=task) | run | changes))
+    fields: dict[str, Any] = {"model": model, "task": task}
+    return TrainConfig(**(fields | run | changes))

@@ -170,9 +170,7 @@ def _load_into(run: Run, folder: Path, resume: bool) -> None:
     now = json.loads(json.dumps(run.config.to_dict()))
     different = [name for name in now if now[name] != before.get(name)]
     if different:
-        raise ValueError(
-            f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder"
-        )
+        raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
     run.load(load_training_state(folder / "state.pt"))
 
 
