@@ -1,0 +1,28 @@
+"""Looped transformers: one block of weights applied to a prompt until its state stops changing."""
+
+from looped import exits
+from looped.accelerate import Anderson
+from looped.checkpoint import load_model, save_model
+from looped.config import LoopedConfig, gpt2_config, icl_config
+from looped.engine import solve, solve_iter
+from looped.loop import LoopResult, LoopState, PromptResult, Status
+from looped.model import LoopedTransformer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Anderson",
+    "LoopResult",
+    "LoopState",
+    "LoopedConfig",
+    "LoopedTransformer",
+    "PromptResult",
+    "Status",
+    "exits",
+    "gpt2_config",
+    "icl_config",
+    "load_model",
+    "save_model",
+    "solve",
+    "solve_iter",
+]

@@ -122,7 +122,7 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
     ones). ``"small"``: 5 dimensions and 11 points, for 2 CPU cores in under two hours. ``"tiny"``: seconds, for tests.
     `tied` trains the weight-tied twin. Further keywords replace fields of `TrainConfig`.
     """
-    twin = TIED if tied else {}
+    twin: dict[str, Any] = TIED if tied else {}
     if task not in PAPER:
         make_task(task, 1)  # names the nearest
     run: dict[str, Any]

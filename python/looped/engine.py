@@ -1,0 +1,275 @@
+"""`solve` and `solve_iter`: run a looped transformer on prompts until they stop changing, on the best backend there is."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from looped.accelerate import Anderson, make_acceleration
+from looped.backends import eager
+from looped.exits import PRECISION_OF, ExitRule, make_exit
+from looped.loop import LoopResult, LoopSpec, LoopState, PromptResult
+from looped.model import LoopedTransformer, loop_count
+
+Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
+
+BACKENDS = ("auto", "eager")
+
+
+def solve(
+    model: LoopedTransformer,
+    prompts: Prompts,
+    *,
+    lengths: Tensor | Sequence[int] | None = None,
+    n_loops: int | None = None,
+    exit: ExitRule | str | None = None,
+    on_stall: str = "ignore",
+    accelerate: Anderson | str | None = None,
+    state: LoopState | Tensor | Sequence[Tensor] | None = None,
+    return_predictions: bool = False,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> LoopResult:
+    """Loop each prompt to rest: `Y <- M(inject(Y, P))`.
+
+    Parameters
+        prompts: a padded batch (float [B, T, n_dims], int [B, T], or float [B, T, C] by the model's input kind) with
+            `lengths`, or a list of prompts of any lengths. NumPy arrays are taken too. Inputs are never changed, and
+            padding is never read.
+        lengths: tokens of each prompt of a padded batch, int [B]; None means that all T are its own.
+        n_loops: the most loops, a total over resumed calls; default `model.config.n_loops`. 0 returns the initial state. An
+            integer or 0-d integer tensor; 4.0 is a TypeError.
+        exit: an exit rule of `looped.exits`, its name, or None for all loops.
+        on_stall: when a state goes on changing without coming closer to rest: ``"ignore"``, ``"exit"``, or ``"damp"``
+            (Y + 0.5 (F - Y) from then on; a second stall exits). docs/exits.md has the whole rule.
+        accelerate: ``"anderson"`` or `Anderson(depth)`; None for plain iteration.
+        state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
+            `state_init` is "given".
+        return_predictions: the read-out after every loop, too.
+        backend: ``"auto"`` or ``"eager"``.
+        dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
+
+    Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.
+
+    Raises ValueError or TypeError, naming the prompt, for what does not fit the model. A prompt that holds NaN or infinity ends
+    as Status.NONFINITE and leaves its neighbours alone.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"solve: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    spec = LoopSpec(
+        n_loops=loop_count(model.config.n_loops if n_loops is None else n_loops),
+        rule=make_exit(exit),
+        on_stall=on_stall,
+        accelerate=make_acceleration(accelerate),
+        return_predictions=return_predictions,
+    )
+    model = _in_dtype(model, dtype)
+    batch = _Batch.of(model, prompts, lengths)
+    result = eager.run(model, batch.tokens, batch.lengths, spec, batch.state(model, state))
+    reason = "asked for" if backend == "eager" else "the only backend of this build"
+    return dataclasses.replace(batch.like_input(model, result), reason=reason)
+
+
+def solve_iter(
+    model: LoopedTransformer, prompts: Iterable[Tensor | np.ndarray], *, batch_size: int = 256, **options: Any
+) -> Iterator[PromptResult]:
+    """`solve` for any number of prompts, in order, in memory bounded by `batch_size` prompts.
+
+    prompts: an iterable of single prompts ([T_i, n_dims], [T_i] or [T_i, C]), read as results are asked for. options: as in
+    `solve`, without lengths and state.
+    """
+    if batch_size < 1:
+        raise ValueError(f"solve_iter: batch_size={batch_size} must be at least 1")
+    refused = sorted({"lengths", "state"} & set(options))
+    if refused:
+        raise ValueError(f"solve_iter: takes no {', '.join(refused)}; prompts are single tensors of their own length")
+    waiting: list[Tensor | np.ndarray] = []
+    n_done = 0
+
+    def results() -> Iterator[PromptResult]:
+        try:
+            result = solve(model, waiting, **options)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{error} (prompts of this batch are counted from {n_done})") from error
+        for i in range(len(result)):
+            yield result[i]
+
+    for prompt in prompts:
+        waiting.append(prompt)
+        if len(waiting) == batch_size:
+            yield from results()
+            n_done += len(waiting)
+            waiting = []
+    if waiting:
+        yield from results()
+
+
+def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTransformer:
+    own = next(model.parameters()).dtype
+    if (dtype or own) not in PRECISION_OF:
+        raise ValueError(f"solve: dtype={dtype or own} is not one of {', '.join(map(str, PRECISION_OF))}")
+    return model if dtype in (None, own) else copy.deepcopy(model).to(dtype)
+
+
+@dataclasses.dataclass
+class _Batch:
+    """Prompts as the backends take them: padded, no longer than needed, checked; and how to give results back."""
+
+    tokens: Tensor
+    lengths: Tensor | None
+    own_lengths: list[int]
+    n_tokens: int
+    is_list: bool
+
+    @classmethod
+    def of(cls, model: LoopedTransformer, prompts: Prompts, lengths: Tensor | Sequence[int] | None) -> _Batch:
+        is_list = not isinstance(prompts, (Tensor, np.ndarray))
+        if is_list:
+            if lengths is not None:
+                raise ValueError("solve: lengths go with a padded batch; prompts in a list have their own")
+            tokens, own_lengths = _pad(model, [_tensor(model, prompt) for prompt in prompts])
+        else:
+            tokens = _tensor(model, prompts)
+            if tokens.dim() != _dims(model) + 1:
+                raise ValueError(f"solve: prompts must be {_shape(model, batched=True)}, got {list(tokens.shape)}")
+            own_lengths = _lengths(tokens, lengths)
+        longest = max(own_lengths, default=0)
+        config = model.config
+        if config.pos_kind == "learned" and longest > config.n_positions:
+            raise ValueError(
+                f"solve: prompt {own_lengths.index(longest)} has {longest} tokens but the model has {config.n_positions} "
+                "positions; shorten it or use a model with more positions"
+            )
+        n_tokens = tokens.shape[1]
+        tokens = tokens[:, : max(1, longest)]
+        if tokens.shape[1] == 0:  # one row of padding, so that no backend meets an empty dimension
+            tokens = tokens.new_zeros(tokens.shape[0], 1, *tokens.shape[2:])
+        is_full = all(length == tokens.shape[1] for length in own_lengths)
+        padded = None if is_full else torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
+        batch = cls(tokens, padded, own_lengths, n_tokens, is_list)
+        if config.input_kind == "tokens":
+            batch.check_ids(model)
+        return batch
+
+    def check_ids(self, model: LoopedTransformer) -> None:
+        size = model.config.vocab_size or 0
+        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        own = place < torch.tensor(self.own_lengths, device=place.device).reshape(-1, 1)
+        wrong = own & ((self.tokens < 0) | (self.tokens >= size))
+        if wrong.any():
+            row, column = (int(x) for x in wrong.nonzero()[0])
+            raise ValueError(
+                f"solve: prompt {row} holds token id {int(self.tokens[row, column])} at position {column}, "
+                f"but ids must lie in 0 .. {size - 1}"
+            )
+
+    def state(self, model: LoopedTransformer, state: LoopState | Tensor | Sequence[Tensor] | None) -> LoopState | Tensor | None:
+        """The caller's state, padded like the tokens."""
+        if state is None:
+            return None
+        if isinstance(state, LoopState):
+            if state.y.shape[:2] != self.tokens.shape[:2]:
+                raise ValueError(
+                    f"solve: state is of {state.y.shape[0]} prompts padded to {state.y.shape[1]} tokens, but the prompts are "
+                    f"{self.tokens.shape[0]} of {self.tokens.shape[1]}; resume with the same prompts"
+                )
+            if state.y.dtype != next(model.parameters()).dtype:
+                raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
+            return state
+        parameter = next(model.parameters())
+        if not isinstance(state, Tensor):
+            state = torch.nn.utils.rnn.pad_sequence(list(state), batch_first=True)
+        padded = state.new_zeros(len(self.tokens), self.tokens.shape[1], model.config.d_model)
+        if state.shape[0] != len(self.tokens) or state.shape[2:] != padded.shape[2:] or state.shape[1] < max(self.own_lengths):
+            raise ValueError(
+                f"solve: state must be [{len(self.tokens)}, {self.n_tokens}, {model.config.d_model}], got {list(state.shape)}"
+            )
+        T = min(state.shape[1], padded.shape[1])
+        padded[:, :T] = state[:, :T]
+        return padded.to(parameter)
+
+    def like_input(self, model: LoopedTransformer, result: LoopResult) -> LoopResult:
+        """The result as lists, or padded to as many tokens as the input."""
+        stride = model.config.read_stride if model.config.readout != "none" else 1
+        fields: dict[str, Any] = {}
+        for name, dim, per in (("y", 1, 1), ("prediction", 1, stride), ("predictions", 2, stride), ("n_loops_by_token", 1, 1)):
+            tensor = getattr(result, name)
+            if tensor is None:
+                continue
+            if self.is_list:
+                sizes = [-(-length // per) for length in self.own_lengths]
+                fields[name] = [tensor[i].narrow(dim - 1, 0, size) for i, size in enumerate(sizes)]
+            else:
+                fields[name] = _resize(tensor, dim, -(-self.n_tokens // per))
+        return dataclasses.replace(result, **fields)
+
+
+def _resize(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """Cut or zero-extend one dimension."""
+    if tensor.shape[dim] == size:
+        return tensor
+    out = tensor.new_zeros(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    kept = min(size, tensor.shape[dim])
+    out.narrow(dim, 0, kept).copy_(tensor.narrow(dim, 0, kept))
+    return out
+
+
+def _dims(model: LoopedTransformer) -> int:
+    return 1 if model.config.input_kind == "tokens" else 2
+
+
+def _width(model: LoopedTransformer) -> int:
+    """Numbers in one token of a feature or state prompt."""
+    config = model.config
+    return (config.n_dims or 0) if config.input_kind == "features" else config.d_model
+
+
+def _shape(model: LoopedTransformer, batched: bool) -> str:
+    width = "" if model.config.input_kind == "tokens" else f", {_width(model)}"
+    return f"{model.config.input_kind} [{'B, ' if batched else ''}T{width}]"
+
+
+def _tensor(model: LoopedTransformer, prompt: Any) -> Tensor:
+    """A prompt or a batch as a tensor on the model's device: float prompts in its dtype, token ids int64."""
+    if not isinstance(prompt, (Tensor, np.ndarray)):
+        raise TypeError(f"solve: a prompt must be a tensor or an array, got {type(prompt).__name__}")
+    parameter = next(model.parameters())
+    tensor = torch.tensor(prompt) if isinstance(prompt, np.ndarray) else prompt.detach()  # copies: arrays may be read-only
+    if model.config.input_kind == "tokens":
+        if tensor.is_floating_point() or tensor.dtype == torch.bool:
+            raise TypeError(f"solve: token prompts must hold integers, got {tensor.dtype}")
+        return tensor.to(parameter.device, torch.int64)
+    if tensor.dim() < 2 or tensor.shape[-1] != _width(model):
+        raise ValueError(f"solve: prompts must be {_shape(model, batched=tensor.dim() > 2)}, got {list(tensor.shape)}")
+    return tensor.to(parameter)
+
+
+def _pad(model: LoopedTransformer, prompts: list[Tensor]) -> tuple[Tensor, list[int]]:
+    for i, prompt in enumerate(prompts):
+        if prompt.dim() != _dims(model):
+            raise ValueError(f"solve: prompt {i} must be {_shape(model, batched=False)}, got {list(prompt.shape)}")
+    if prompts:
+        return torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [len(prompt) for prompt in prompts]
+    config, parameter = model.config, next(model.parameters())
+    if config.input_kind == "tokens":
+        return torch.zeros(0, 1, dtype=torch.int64, device=parameter.device), []
+    return parameter.new_zeros(0, 1, _width(model)), []
+
+
+def _lengths(tokens: Tensor, lengths: Tensor | Sequence[int] | None) -> list[int]:
+    if lengths is None:
+        return [tokens.shape[1]] * tokens.shape[0]
+    values = torch.as_tensor(lengths)
+    if values.dim() != 1 or len(values) != len(tokens) or values.is_floating_point():
+        raise ValueError(f"solve: lengths must be {len(tokens)} integers, got {values.dtype} {list(values.shape)}")
+    wrong = ((values < 0) | (values > tokens.shape[1])).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        raise ValueError(f"solve: prompt {i} has length {int(values[i])}, which must lie in 0 .. {tokens.shape[1]}")
+    return [int(length) for length in values]

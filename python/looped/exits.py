@@ -1,0 +1,303 @@
+"""Exit rules: when has a prompt stopped changing? The whole stopping rule is written out in docs/exits.md.
+
+A rule is a small frozen object. `start` makes what it must remember between checks and `update` says which units pass a
+check. A unit is a prompt, or a token where `scope="prefix"`. Counting passes in a row, `min_loops`, `check_every` and stalls
+are the same for every rule and stand in `Watch`. A rule of your own is a subclass with an `update`; it runs on the eager
+backend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+Memory = dict[str, Tensor]
+
+# The rounding level phi: a step this small against the state is noise of the arithmetic, not motion of the state.
+ROUNDING_LEVEL = {"fp64": 1e-15, "fp32": 1e-7, "bf16x3": 3e-7, "tf32": 3e-5, "bf16": 2e-4}
+PRECISION_OF = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+STALL_GAIN = 0.9  # a check is progress when g falls below this share of its best
+
+
+class Step(NamedTuple):
+    """What one loop did, for the units of a batch; every tensor has the live prompts first.
+
+    t: int64, loops applied so far. g = ||F - Y||, n = ||F||, s = ||Y' - Y||: float64 per unit, over own tokens.
+    rho: float64, the rate (s / s_p)^(1 / (t - t_p)) since the previous check, NaN where there is none.
+    state, image: Y and F = M(Y), [n, T, C]. predict: reads the predictions of F, [n, N] or [n, N, classes], when called.
+    phi: the rounding level of the arithmetic. read_stride: tokens between two predictions.
+    """
+
+    t: Tensor
+    g: Tensor
+    n: Tensor
+    s: Tensor
+    rho: Tensor
+    state: Tensor
+    image: Tensor
+    predict: Callable[[], Tensor]
+    phi: float
+    read_stride: int
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether the units are tokens (g is [n, T]) or prompts (g is [n])."""
+        return self.g.dim() == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitRule:
+    """Fields that all rules share.
+
+    check_every: the rule is asked when the loop count is a multiple of this.
+    min_loops: no exit before this many loops.
+    scope: ``"prompt"``, or ``"prefix"``: every token is judged, and the longest prefix that has passed is frozen.
+    stall_window: checks in a row without progress (g below 0.9 of its best) that make a stall.
+    """
+
+    check_every: int = 1
+    min_loops: int = 0
+    scope: str = "prompt"
+    stall_window: int = 16
+
+    passes_needed: ClassVar[int] = 1
+    can_stall: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("check_every", 1), ("min_loops", 0), ("stall_window", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
+        if self.scope not in ("prompt", "prefix"):
+            raise ValueError(f"{type(self).__name__}: scope={self.scope!r} is not one of prompt, prefix")
+
+    @property
+    def n_passes(self) -> int:
+        """Passes in a row that end the loop."""
+        return self.passes_needed
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the rule never passes, so that all loops run and nothing counts as a stall."""
+        return False
+
+    def start(self, g: Tensor) -> Memory:
+        """What the rule remembers, for units of the shape of g: tensors with the prompts first."""
+        return {}
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        """Which units pass: bool of the shape of `step.g`. May replace entries of `memory`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(ExitRule):
+    """Never passes: all loops are run."""
+
+    @property
+    def is_fixed(self) -> bool:
+        return True
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        return torch.zeros_like(step.g, dtype=torch.bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(ExitRule):
+    """No bit of F differs from Y: the rule for programs, whose halted state is a fixed point."""
+
+    can_stall: ClassVar[bool] = False
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[step.image.element_size()]
+        same = step.image.contiguous().view(bits) == step.state.contiguous().view(bits)
+        return same.all(-1) if step.is_per_token else same.flatten(1).all(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceRule(ExitRule):
+    """A rule with a tolerance; tol = 0 means `Fixed`."""
+
+    tol: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (isinstance(self.tol, (int, float)) and self.tol >= 0):
+            raise ValueError(f"{type(self).__name__}: tol={self.tol!r} must be a number of at least 0")
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.tol == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absolute(ToleranceRule):
+    """g <= tol."""
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        return step.g <= self.tol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relative(ToleranceRule):
+    """g <= tol * n. A state that merely grows passes it: prefer `Contraction`."""
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        if math.isinf(self.tol):  # inf * 0 is NaN
+            return torch.ones_like(step.g, dtype=torch.bool)
+        return step.g <= self.tol * step.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contraction(ToleranceRule):
+    """The distance still to go, s * rho / (1 - rho) by the rate seen (Banach), is within tol of the state's norm.
+
+    Passes twice in a row; a step at the rounding level passes without a rate.
+    """
+
+    passes_needed: ClassVar[int] = 2
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        g, s, rho = step.g, step.s, step.rho
+        limit = self.tol * step.n if not math.isinf(self.tol) else torch.full_like(g, math.inf)
+        to_go = torch.maximum(g, s * rho / (1 - rho))
+        contracts = (rho < 1) & (to_go <= limit)  # false where there is no rate: NaN
+        return (g == 0) | ((g <= limit) & ((g <= step.phi * step.n) | contracts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readout(ToleranceRule):
+    """The prompt's predictions change by at most tol of their norm since the previous check (0 / 0 = 0).
+
+    Passes `patience` times in a row. With scope="prefix" a token is judged by the prediction read at it; a token that
+    nothing is read from always passes.
+    """
+
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patience < 1:
+            raise ValueError(f"Readout: patience={self.patience} must be at least 1")
+
+    @property
+    def n_passes(self) -> int:
+        return self.patience
+
+    def start(self, g: Tensor) -> Memory:
+        return {"has_prediction": torch.zeros(g.shape[0], dtype=torch.bool, device=g.device)}
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        now = step.predict().to(torch.float64)
+        before = memory.get("prediction", torch.zeros_like(now))
+        due = step.t % self.check_every == 0
+        change, size = ((x.reshape(x.shape[0], x.shape[1], -1)).norm(dim=-1) for x in (now - before, now))  # [n, N]
+        if step.is_per_token:
+            at_token = torch.zeros_like(step.g)
+            at_token[:, :: step.read_stride] = torch.where(change <= self.tol * size, 0.0, 1.0).to(at_token)
+            passed = at_token == 0
+            known = memory["has_prediction"][:, None]
+        else:
+            passed = change.norm(dim=-1) <= self.tol * size.norm(dim=-1)
+            known = memory["has_prediction"]
+        memory["prediction"] = torch.where(due.reshape(-1, *[1] * (now.dim() - 1)), now, before)
+        memory["has_prediction"] = memory["has_prediction"] | due
+        return (passed & known) | (step.g == 0)
+
+
+RULES: dict[str, type[ExitRule]] = {
+    "fixed": Fixed,
+    "exact": Exact,
+    "absolute": Absolute,
+    "relative": Relative,
+    "contraction": Contraction,
+    "readout": Readout,
+}
+
+
+def make_exit(rule: ExitRule | str | None, **fields: Any) -> ExitRule:
+    """The rule itself, a rule by its name in `RULES` with some fields set, or `Fixed` for None."""
+    if rule is None:
+        return Fixed()
+    if isinstance(rule, ExitRule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(
+            f"exit must be an exit rule, its name or None, got {type(rule).__name__}; subclass ExitRule for your own"
+        )
+    if rule not in RULES:
+        nearest = difflib.get_close_matches(rule, RULES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"exit={rule!r} is not a rule; did you mean {nearest!r}? (of {', '.join(RULES)})")
+    return RULES[rule](**fields)
+
+
+class Watch:
+    """What is counted for every rule alike: rates between checks, passes in a row, and stalls.
+
+    Its memory lives in the dictionary of the live prompts, so that prompts leave the batch with it and resume with it.
+    """
+
+    def __init__(self, rule: ExitRule) -> None:
+        self.rule = rule
+
+    def start(self, units: Tensor) -> Memory:
+        """Memory for fresh units (float64 zeros, [n] or [n, T])."""
+        prompts = units if units.dim() == 1 else units[:, 0]
+        memory = {
+            "passes": torch.zeros_like(units, dtype=torch.int64),
+            "s_prev": torch.full_like(units, math.nan),
+            "t_prev": torch.zeros_like(units, dtype=torch.int64),
+            "best_g": torch.full_like(prompts, math.inf),
+            "checks_without_gain": torch.zeros_like(prompts, dtype=torch.int64),
+        }
+        return memory | {f"rule.{name}": tensor for name, tensor in self.rule.start(units).items()}
+
+    def forget_rate(self, live: Memory, where: Tensor) -> None:
+        """The next check has no rate: a step of another kind was taken."""
+        live["s_prev"] = live["s_prev"].masked_fill(unit_mask(where, live["s_prev"]), math.nan)
+
+    def reset(self, live: Memory, where: Tensor) -> None:
+        """All counters as at the start (damping begins)."""
+        self.forget_rate(live, where)
+        live["passes"] = live["passes"].masked_fill(unit_mask(where, live["passes"]), 0)
+        live["best_g"] = live["best_g"].masked_fill(where, math.inf)
+        live["checks_without_gain"] = live["checks_without_gain"].masked_fill(where, 0)
+
+    def enough(self, live: Memory, step: Step) -> Tensor:
+        """Which units have passed often enough at a check of this loop: bool, the shape of step.g."""
+        rule = self.rule
+        due = unit_mask(step.t % rule.check_every == 0, step.g)
+        t = step.t if step.g.dim() == 1 else step.t[:, None].expand_as(step.g)
+        rho = (step.s / live["s_prev"]) ** (1.0 / (t - live["t_prev"]))
+        own = {name.removeprefix("rule."): value for name, value in live.items() if name.startswith("rule.")}
+        passed = due & rule.update(own, step._replace(rho=rho))
+        live.update({f"rule.{name}": value for name, value in own.items()})
+        live["passes"] = torch.where(due, torch.where(passed, live["passes"] + 1, 0), live["passes"])
+        live["s_prev"] = torch.where(due, step.s, live["s_prev"])
+        live["t_prev"] = torch.where(due, t, live["t_prev"])
+        if rule.is_fixed:
+            return torch.zeros_like(passed)
+        return passed & ((live["passes"] >= rule.n_passes) | (step.g == 0)) & (t >= rule.min_loops)
+
+    def stalled(self, live: Memory, t: Tensor, g: Tensor) -> Tensor:
+        """Which prompts have gone `stall_window` checks without progress: bool [n]. g: float64 [n]."""
+        if self.rule.is_fixed or not self.rule.can_stall:
+            return torch.zeros_like(t, dtype=torch.bool)
+        due = t % self.rule.check_every == 0
+        gains = due & (g < STALL_GAIN * live["best_g"])
+        live["best_g"] = torch.where(gains, g, live["best_g"])
+        count = torch.where(gains, 0, live["checks_without_gain"] + due.long())
+        live["checks_without_gain"] = count
+        return count >= self.rule.stall_window
+
+
+def unit_mask(prompts: Tensor, units: Tensor) -> Tensor:
+    """A mask of prompts [n] spread over units of shape [n] or [n, T]."""
+    return prompts if units.dim() == 1 else prompts[:, None].expand_as(units)

@@ -1,0 +1,131 @@
+"""What a call of the engine takes and gives: `LoopSpec`, `LoopState`, `LoopResult`, `Status`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from looped.accelerate import Anderson
+from looped.exits import ExitRule, Memory
+
+
+class Status(IntEnum):
+    """How a prompt's loop ended."""
+
+    MAX_LOOPS = 0  # all loops were run
+    CONVERGED = 1  # the exit rule passed
+    STALLED = 2  # the state goes on changing without coming closer to rest
+    NONFINITE = 3  # the state holds NaN or infinity
+
+
+ON_STALL = ("ignore", "exit", "damp")
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """How to loop. `n_loops` is a total: a resumed state's loops count."""
+
+    n_loops: int
+    rule: ExitRule
+    on_stall: str = "ignore"
+    accelerate: Anderson | None = None
+    return_predictions: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_stall not in ON_STALL:
+            raise ValueError(f"solve: on_stall={self.on_stall!r} is not one of {', '.join(ON_STALL)}")
+        if self.rule.min_loops > self.n_loops:
+            raise ValueError(f"solve: min_loops={self.rule.min_loops} is more than n_loops={self.n_loops}")
+        if self.rule.scope == "prefix" and (self.accelerate is not None or self.on_stall == "damp"):
+            raise ValueError(
+                'solve: scope="prefix" needs plain iteration, because Anderson steps and damping make a token depend on '
+                'later ones; drop accelerate and on_stall="damp", or use scope="prompt"'
+            )
+
+    @property
+    def stopping(self) -> tuple[object, ...]:
+        """What decides when a prompt stops; a state resumes its counters only under the same."""
+        return (self.rule, self.on_stall, self.accelerate)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every loop continues from F itself."""
+        return self.accelerate is None and self.on_stall != "damp"
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """Everything that resuming needs, for B prompts: pass it to `solve` as `state` with the same prompts.
+
+    y [B, T, C] is the last F. `memory` holds the solver's other tensors, prompts first. Under another exit rule, on_stall or
+    accelerate the loops go on from the state, with new counters.
+    """
+
+    y: Tensor
+    memory: Memory
+    stopping: tuple[object, ...]
+
+    def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
+        """The states of some prompts."""
+        rows = torch.as_tensor(prompts, dtype=torch.long, device=self.y.device)
+        return LoopState(self.y[rows], {name: tensor[rows] for name, tensor in self.memory.items()}, self.stopping)
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt's result: the fields of `LoopResult` without the batch."""
+
+    y: Tensor
+    prediction: Tensor
+    n_loops: int
+    status: Status
+    residual: float
+    predictions: Tensor | None
+    state: LoopState
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """What `solve` returns.
+
+    y: final states F, [B, T, C], or a list of [T_i, C] where the prompts came as a list. Rows of padding are 0.
+    prediction: their read-out, [B, N] (scalar) or [B, N, classes], or a list; the state itself without a read-out.
+    n_loops: int64 [B], applications of M, confirming ones included.
+    status: int64 [B], values of `Status`.
+    residual: float64 [B], ||F - Y|| / ||F|| of the last loop; NaN where no loop has run.
+    predictions: after every loop, [B, L, ...] or a list of [L, ...], when asked for; entries after a prompt's exit
+        repeat its last one. A resumed call gives the loops it ran, from the least advanced prompt on.
+    n_loops_by_token: int64 [B, T], the loop at which a token was frozen (scope="prefix"), else None.
+    state: resumes, see `LoopState`.
+    backend, reason: what ran it, and why that one.
+    """
+
+    y: Tensor | list[Tensor]
+    prediction: Tensor | list[Tensor]
+    n_loops: Tensor
+    status: Tensor
+    residual: Tensor
+    predictions: Tensor | list[Tensor] | None
+    n_loops_by_token: Tensor | list[Tensor] | None
+    state: LoopState
+    backend: str
+    reason: str
+
+    def __len__(self) -> int:
+        return len(self.n_loops)
+
+    def __getitem__(self, i: int) -> PromptResult:
+        """The result of prompt i."""
+        return PromptResult(
+            y=self.y[i],
+            prediction=self.prediction[i],
+            n_loops=int(self.n_loops[i]),
+            status=Status(int(self.status[i])),
+            residual=float(self.residual[i]),
+            predictions=None if self.predictions is None else self.predictions[i],
+            state=self.state.select([range(len(self))[i]]),
+        )
