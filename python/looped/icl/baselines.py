@@ -64,11 +64,11 @@ class Baseline:
         infinity, overflow), predictions i, i+1, ... of that prompt are NaN from the first such i >= 1; other prompts do not
         change. progress: called with (done, total) predictions; without it a bar appears on a terminal after two seconds.
 
-        Raises TypeError for what is not a real tensor, ValueError for wrong shapes, ModuleNotFoundError if not available.
+        Raises TypeError for what is not a real tensor, ValueError for wrong shapes, ImportError if not available.
         """
         _check_pairs(self.kind, xs, ys)
         if (why := self.why_unavailable) is not None:
-            raise ModuleNotFoundError(why)
+            raise ImportError(why)
         with torch.inference_mode(False), torch.no_grad():
             bad_x = ~xs.float().isfinite().all(dim=2)
             bad_pair = (bad_x | ~ys.float().isfinite()).cumsum(dim=1) > 0
@@ -90,7 +90,7 @@ class Baseline:
         return predictions
 
     def _next(self, xs: Tensor, ys: Tensor, query: Tensor) -> Tensor:
-        """f(query) [B] from the pairs xs [B, i, d], ys [B, i], i >= 1, at query [B, d]: finite float64, free to be written."""
+        """f(query) [B] from the pairs xs [B, i, d], ys [B, i], i >= 1, at query [B, d], all finite float64."""
         raise NotImplementedError
 
     def _require(self, allowed: bool, option: str, rule: str) -> None:
@@ -122,7 +122,7 @@ class LeastSquares(Baseline):
     def _next(self, xs: Tensor, ys: Tensor, query: Tensor) -> Tensor:
         U, S, Vh = torch.linalg.svd(xs, full_matrices=False)
         cutoff = torch.finfo(torch.float32).eps * max(xs.shape[1:]) * S[:, :1]
-        return _linear(U, torch.where(S > cutoff, 1 / S, 0.0), Vh, ys, query)
+        return _linear(U, torch.where(cutoff < S, 1 / S, 0.0), Vh, ys, query)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class GradientDescentNetwork(Baseline):
         def network(x: Tensor) -> Tensor:  # [B, m, d] -> [B, m]
             return torch.baddbmm(b2, torch.baddbmm(b1, x, W1).relu(), W2).squeeze(2)
 
-        optimizer = torch.optim.Adam([W1, b1, W2, b2], lr=self.lr)
+        optimizer = torch.optim.Adam([W1, b1, W2, b2], lr=self.lr, fused=True)
         batch = torch.arange(n_pairs)
         for _ in range(self.n_steps):
             if n_pairs > self.batch_size:
@@ -320,19 +320,8 @@ class XGBoost(_OneByOne):
         return float(model.fit(X, y).predict(query[None])[0])
 
 
-BASELINES: dict[str, Callable[..., Baseline]] = {
-    baseline.kind: baseline
-    for baseline in (
-        LeastSquares,
-        Ridge,
-        KNearestNeighbours,
-        Averaging,
-        GradientDescentNetwork,
-        Lasso,
-        DecisionTreeBaseline,
-        XGBoost,
-    )
-}
+_ALL = (LeastSquares, Ridge, KNearestNeighbours, Averaging, GradientDescentNetwork, Lasso, DecisionTreeBaseline, XGBoost)
+BASELINES: dict[str, Callable[..., Baseline]] = {baseline.kind: baseline for baseline in _ALL}
 
 _FOR_ANY = (LeastSquares(), KNearestNeighbours(), Averaging())
 _FOR_TASK: dict[str, tuple[Baseline, ...]] = {

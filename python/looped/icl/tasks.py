@@ -114,6 +114,11 @@ class NoisyLinearRegression(LinearRegression):
     std: float = 0.1
     name: ClassVar[str] = "noisy_linear_regression"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.std < math.inf:
+            raise ValueError(f"{self.name}: std={self.std} must be finite and not negative")
+
     @property
     def noise_std(self) -> float:
         return self.std
@@ -163,6 +168,11 @@ class ReLURegression(Task):
     hidden: int = 100
     name: ClassVar[str] = "relu_2nn_regression"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden < 1:
+            raise ValueError(f"{self.name}: hidden={self.hidden} must be at least 1")
+
     @property
     def n_parameters(self) -> int:
         return (self.n_dims + 1) * self.hidden
@@ -186,6 +196,11 @@ class DecisionTree(Task):
 
     depth: int = 4
     name: ClassVar[str] = "decision_tree"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth < 0:
+            raise ValueError(f"{self.name}: depth={self.depth} must not be negative")
 
     @property
     def n_parameters(self) -> int:

@@ -1,0 +1,280 @@
+"""`LoopedTransformer` against transformers' GPT-2, and its configuration."""
+
+import math
+
+import pytest
+import torch
+from models import icl_model, random_weights
+from tolerances import FP64
+from transformers import GPT2Config, GPT2Model
+
+import looped
+from looped.model import loop_count
+
+
+def gpt2_twin(model):
+    """A transformers GPT2Model with the same block weights (Conv1D: transposed), in float64."""
+    config = model.config
+    twin = GPT2Model(
+        GPT2Config(
+            vocab_size=1,
+            n_positions=config.n_positions,
+            n_embd=config.d_model,
+            n_layer=config.n_core,
+            n_head=config.n_heads,
+            activation_function="gelu_new" if config.activation == "gelu_tanh" else "relu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation="eager",
+        )
+    ).double()
+    twin.eval()
+    with torch.no_grad():
+        twin.wpe.weight.copy_(model.positions.weight)
+        for theirs, ours in zip(twin.h, model.core, strict=True):
+            pairs = [(theirs.attn.c_attn, ours.attn.qkv), (theirs.attn.c_proj, ours.attn.proj)]
+            pairs += [(theirs.mlp.c_fc, ours.mlp.fc), (theirs.mlp.c_proj, ours.mlp.proj)]
+            for conv, linear in pairs:
+                conv.weight.copy_(linear.weight.T)
+                conv.bias.copy_(linear.bias)
+            theirs.ln_1.load_state_dict(ours.norm_1.state_dict())
+            theirs.ln_2.load_state_dict(ours.norm_2.state_dict())
+        twin.ln_f.load_state_dict(model.final_norm.state_dict())
+    return twin
+
+
+@pytest.mark.parametrize("n_core", [1, 2])
+@pytest.mark.parametrize("n_loops", [1, 2, 20])
+@pytest.mark.parametrize("inject", ["add", "mul", "none"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+def test_looping_gpt2_over_state_and_embeddings(n_core, n_loops, inject, activation):
+    init = {"add": "zeros", "mul": "ones", "none": "embedding"}[inject]
+    model = icl_model(std=0.2, n_core=n_core, inject=inject, state_init=init, activation=activation)
+    twin = gpt2_twin(model)
+    x = torch.randn(3, 9, 3, dtype=torch.float64)
+    with torch.no_grad():
+        embeds = x @ model.read_in.weight.T + model.read_in.bias
+        state = {"zeros": torch.zeros_like(embeds), "ones": torch.ones_like(embeds), "embedding": embeds}[init]
+        for _ in range(n_loops):
+            fed = {"add": state + embeds, "mul": state * embeds, "none": state}[inject]
+            state = twin(inputs_embeds=fed).last_hidden_state
+        expected = (state[:, ::2] @ model.read_out.weight.T + model.read_out.bias).squeeze(-1)
+    result = looped.solve(model, x, n_loops=n_loops)
+    torch.testing.assert_close(result.y, state, rtol=FP64, atol=FP64)
+    torch.testing.assert_close(result.prediction, expected, rtol=FP64, atol=FP64)
+    torch.testing.assert_close(model(x, n_loops=n_loops).detach(), expected, rtol=FP64, atol=FP64)
+
+
+def test_prelude_core_and_coda_are_layers_of_one_stack():
+    """With one loop and no injection, where a layer stands makes no difference."""
+    changes = dict(pos_when="once", inject="none", state_init="embedding", loop_norm="once", n_loops=1)
+    stacked = icl_model(n_core=4, **changes)
+    split = icl_model(n_prelude=1, n_core=2, n_coda=1, **changes)
+    names = {"core.0": "prelude.0", "core.1": "core.0", "core.2": "core.1", "core.3": "coda.0"}
+    split.load_state_dict({names.get(k[:6], k[:6]) + k[6:]: v for k, v in stacked.state_dict().items()})
+    x = torch.randn(2, 7, 3, dtype=torch.float64)
+    torch.testing.assert_close(split(x), stacked(x), rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("head_dim", [5, 48])
+@pytest.mark.parametrize("mask_kind", ["causal", "full"])
+def test_attention_is_softmax_of_scaled_products(head_dim, mask_kind):
+    model = icl_model(d_model=12, n_heads=3, head_dim=head_dim, mask_kind=mask_kind)
+    attention, x = model.core[0].attn, torch.randn(2, 5, 12, dtype=torch.float64)
+    q, k, v = (part.reshape(2, 5, 3, head_dim) for part in attention.qkv(x).split(3 * head_dim, dim=-1))
+    mixed = torch.zeros(2, 5, 3, head_dim, dtype=torch.float64)
+    for b in range(2):
+        for h in range(3):
+            for i in range(5):
+                seen = range(i + 1) if mask_kind == "causal" else range(5)
+                scores = torch.stack([q[b, i, h] @ k[b, j, h] for j in seen]) / math.sqrt(head_dim)
+                mixed[b, i, h] = sum(w * v[b, j, h] for w, j in zip(scores.softmax(0), seen, strict=True))
+    expected = mixed.reshape(2, 5, -1) @ attention.proj.weight.T + attention.proj.bias
+    torch.testing.assert_close(attention(x), expected, rtol=FP64, atol=FP64)
+
+
+def test_predictions_after_every_loop_and_the_gradient_window():
+    model = icl_model(std=0.2)
+    x = torch.randn(2, 7, 3, dtype=torch.float64)
+    every = model(x, n_loops=5, return_predictions=True)
+    assert every.shape == (2, 5, 4)
+    for t in range(1, 6):
+        torch.testing.assert_close(every[:, t - 1], model(x, n_loops=t))
+    window = model(x, n_loops=5, n_loop_start=3, return_predictions=True)
+    torch.testing.assert_close(window, every[:, 3:])
+    # The loops before the window carry no gradient: the same as starting from their state.
+    window.square().sum().backward()
+    truncated = model.core[0].mlp.fc.weight.grad.clone()
+    model.zero_grad()
+    P = model.embed(x)
+    Y = looped.solve(model, x, n_loops=3).y
+    loss = 0.0
+    for _ in range(2):
+        Y = model.step(Y, P)
+        loss = loss + model.read(Y).square().sum()
+    loss.backward()
+    torch.testing.assert_close(model.core[0].mlp.fc.weight.grad, truncated, rtol=FP64, atol=FP64)
+    assert model(x, n_loops=0, return_predictions=True).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape"),
+    [
+        (dict(readout="scalar", read_stride=2), (2, 3)),
+        (dict(readout="classes", n_classes=4, read_stride=2), (2, 3, 4)),
+        (dict(readout="classes", n_classes=4, read_stride=1), (2, 5, 4)),
+        (dict(readout="vocabulary", vocab_size=7, read_stride=1), (2, 5, 7)),
+        (dict(readout="none"), (2, 5, 16)),
+    ],
+)
+def test_read_outs(changes, shape):
+    model = icl_model(**changes)
+    result = looped.solve(model, torch.randn(2, 5, 3), n_loops=3, return_predictions=True)
+    assert result.prediction.shape == shape
+    assert result.predictions.shape == (2, 3, *shape[1:])
+    torch.testing.assert_close(result.predictions[:, -1], result.prediction)
+
+
+def test_tokens_and_states_in():
+    config = looped.gpt2_config(vocab_size=61, n_positions=16, d_model=32, n_heads=4, n_layers=2)
+    model = random_weights(looped.LoopedTransformer(config))
+    ids = torch.randint(61, (2, 7))
+    result = looped.solve(model, ids)
+    assert result.prediction.shape == (2, 7, 61)
+    states = looped.LoopedConfig(input_kind="states", readout="none", d_model=8, n_heads=2, pos_kind="none", state_init="given")
+    model = random_weights(looped.LoopedTransformer(states))
+    x, y0 = torch.randn(2, 2, 5, 8, dtype=torch.float64)
+    result = looped.solve(model, x, state=y0, n_loops=3)
+    P, Y = x, y0
+    for _ in range(3):
+        Y = model.step(Y, P)
+    torch.testing.assert_close(result.y, Y.detach())
+    ragged = looped.solve(model, [x[0, :3], x[1]], state=[y0[0, :3], y0[1]], n_loops=3)
+    torch.testing.assert_close(ragged.y[1], Y[1].detach())
+    with pytest.raises(ValueError, match="needs a state"):
+        looped.solve(model, x)
+    with pytest.raises(ValueError, match="takes no state"):
+        looped.solve(icl_model(), torch.randn(2, 5, 3), state=torch.zeros(2, 5, 16))
+
+
+def test_initial_weights_follow_gpt2():
+    torch.manual_seed(0)
+    model = looped.LoopedTransformer(looped.icl_config(n_core=8))
+    assert model.core[3].attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert model.core[3].mlp.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert not model.core[0].mlp.fc.bias.any()
+    assert model.read_in.weight.abs().max().item() == pytest.approx(1 / math.sqrt(20), rel=0.02)
+    one = looped.LoopedTransformer(looped.icl_config())
+    assert sum(p.numel() for p in one.parameters()) == 847_873  # the published model
+
+
+def test_configuration_errors_name_the_way_out():
+    cases = [
+        (dict(inject="ad"), "inject='ad' is not one of add, mul, none"),
+        (dict(n_heads=5), "give head_dim"),
+        (dict(n_dims=None), "needs n_dims"),
+        (dict(readout="classes"), "needs n_classes"),
+        (dict(n_positions=0), "needs n_positions"),
+        (dict(n_core=0), "n_core=0 must be an integer of at least 1"),
+        (dict(n_coda=1), "n_coda must be 0"),
+        (dict(norm_kind="none"), 'set loop_norm="none"'),
+        (dict(tie_readout=True), "tie_readout needs"),
+    ]
+    for changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            looped.icl_config(**changes)
+    with pytest.raises(ValueError, match="unknown key 'n_head'; did you mean 'n_heads'"):
+        looped.LoopedConfig.from_dict({"n_head": 4})
+    config = looped.icl_config()
+    assert looped.LoopedConfig.from_dict(config.to_dict()) == config
+    assert config.replace(n_loops=7).n_loops == 7
+    assert loop_count(4) == 4
+
+
+def test_wrong_prompts_are_named():
+    model = icl_model()
+    tokens = random_weights(looped.LoopedTransformer(looped.gpt2_config(61, 16, 32, 4, 1)))
+    cases = [
+        (model, torch.randn(2, 5, 4), ValueError, r"features \[B, T, 3\], got \[2, 5, 4\]"),
+        (model, torch.randn(5, 3), ValueError, r"features \[B, T, 3\], got \[5, 3\]"),
+        (model, [torch.randn(5, 3), torch.randn(5, 2)], ValueError, r"\[T, 3\], got \[5, 2\]"),
+        (model, torch.randn(1, 18, 3), ValueError, "prompt 0 has 18 tokens but the model has 17 positions"),
+        (model, [torch.randn(2, 3), torch.randn(18, 3)], ValueError, "prompt 1 has 18 tokens"),
+        (model, ["abc"], TypeError, "a prompt must be a tensor"),
+        (tokens, torch.randn(2, 5), TypeError, "must hold integers"),
+        (tokens, torch.tensor([[1, 2], [3, 61]]), ValueError, "prompt 1 holds token id 61 at position 1"),
+        (tokens, torch.tensor([[1, -1]]), ValueError, "token id -1"),
+    ]
+    for on, prompts, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            looped.solve(on, prompts)
+    with pytest.raises(ValueError, match="18 tokens but the model has 17"):
+        model(torch.randn(1, 18, 3, dtype=torch.float64))
+    for lengths, message in (([6, 1], "prompt 0 has length 6"), ([1], "2 integers"), ([1.0, 2.0], "2 integers")):
+        with pytest.raises(ValueError, match=message):
+            looped.solve(model, torch.randn(2, 5, 3), lengths=lengths)
+    # More padding than positions is no error: padding is not read.
+    assert looped.solve(model, torch.randn(2, 30, 3), lengths=[17, 2]).y.shape == (2, 30, 16)
+
+
+def test_empty_batches_and_empty_prompts():
+    model = icl_model()
+    assert looped.solve(model, []).y == []
+    empty = looped.solve(model, torch.zeros(0, 4, 3), return_predictions=True)
+    assert (empty.y.shape, empty.prediction.shape, empty.predictions.shape) == ((0, 4, 16), (0, 2), (0, 6, 2))
+    none = looped.solve(model, torch.zeros(2, 0, 3), exit="contraction")
+    assert (none.y.shape, none.prediction.shape, none.n_loops.tolist()) == ((2, 0, 16), (2, 0), [1, 1])
+    ragged = looped.solve(model, [torch.zeros(n, 3) for n in (0, 1, 0, 3)], exit=looped.exits.Contraction(scope="prefix"))
+    assert [len(y) for y in ragged.y] == [0, 1, 0, 3]
+
+
+def test_inputs_are_left_alone_and_strides_do_not_matter():
+    model = icl_model()
+    wide = torch.randn(5, 2, 7, dtype=torch.float64)
+    view = wide.permute(1, 0, 2)[..., ::2][..., :3]
+    before = view.clone()
+    result = looped.solve(model, view, n_loops=4, lengths=[5, 3])
+    expected = looped.solve(model, view.contiguous(), n_loops=4, lengths=[5, 3])
+    assert torch.equal(view, before)
+    assert torch.equal(result.y, expected.y)
+    array = before.numpy().copy()
+    array.flags.writeable = False
+    assert torch.equal(looped.solve(model, array, n_loops=4, lengths=[5, 3]).y, result.y)
+
+
+def test_dtype_is_where_the_loop_runs():
+    model = icl_model(std=0.1, dtype=torch.float32)
+    x = torch.randn(2, 7, 3)
+    single, double = looped.solve(model, x, n_loops=9), looped.solve(model, x, n_loops=9, dtype=torch.float64)
+    assert (single.y.dtype, double.y.dtype) == (torch.float32, torch.float64)
+    assert next(model.parameters()).dtype == torch.float32
+    torch.testing.assert_close(single.y.double(), double.y, rtol=1e-4, atol=1e-5)
+    assert looped.solve(model, x, n_loops=9, dtype=torch.bfloat16).y.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="is not one of"):
+        looped.solve(model, x, dtype=torch.float16)
+
+
+def test_solve_iter_is_solve_in_order_with_bounded_memory():
+    model = icl_model(std=0.15)
+    prompts = [torch.randn(1 + i % 9, 3, dtype=torch.float64) for i in range(23)]
+    asked = 0
+
+    def stream():
+        nonlocal asked
+        for prompt in prompts:
+            asked += 1
+            yield prompt
+
+    results = looped.solve_iter(model, stream(), batch_size=5, exit="contraction", n_loops=50)
+    first = next(results)
+    assert asked == 5
+    whole = looped.solve(model, prompts, exit="contraction", n_loops=50)
+    for i, result in enumerate([first, *results]):
+        assert result.n_loops == whole[i].n_loops
+        torch.testing.assert_close(result.prediction, whole.prediction[i], rtol=1e-6, atol=1e-6)
+    assert list(looped.solve_iter(model, [])) == []
+    with pytest.raises(ValueError, match="takes no lengths"):
+        next(looped.solve_iter(model, prompts, lengths=[1]))
+    with pytest.raises(ValueError, match="counted from 10"):
+        list(looped.solve_iter(model, [*prompts[:12], torch.zeros(3, 99)], batch_size=10))
