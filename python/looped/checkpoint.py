@@ -208,7 +208,7 @@ def _read_pickle(who: str, path: Path) -> dict[str, Any]:
     except Exception as error:  # torch names no set: damage has been seen as EOF-, Key-, Index-, Runtime- and UnpicklingError
         if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise ValueError(
-                f"{who}: {path} needs the Python object {code[1]}, which is never run; where you trust the file, "
+                f"{who}: {path} needs the Python object {code[1]}, which is never run; if the file is whole and you trust it, "
                 "re-save its tensors alone: torch.save(model.state_dict(), path)"
             ) from error
         raise ValueError(

@@ -74,14 +74,12 @@ class Baseline:
             bad_pair = (bad_x | ~ys.float().isfinite()).cumsum(dim=1) > 0
             predictable = ~(bad_pair[:, :-1] | bad_x[:, 1:])
             total, done = int(predictable.sum()), 0
-            xs, ys = xs.to(torch.float64, copy=True), ys.to(torch.float64, copy=True)
+            xs, ys = xs.double(), ys.double()
             predictions = torch.full(ys.shape, math.nan, device=xs.device)
             predictions[:, :1] = 0
             with tqdm(total=total, desc=self.name, delay=2, leave=False, disable=None if progress is None else True) as bar:
                 for i in range(1, xs.shape[1]):
                     for rows in predictable[:, i - 1].nonzero().squeeze(1).split(self.chunk):
-                        if not len(rows):
-                            continue
                         predictions[rows, i] = self._next(xs[rows, :i], ys[rows, :i], xs[rows, i]).to(predictions)
                         done += len(rows)
                         bar.update(len(rows))
@@ -326,7 +324,7 @@ BASELINES: dict[str, Callable[..., Baseline]] = {baseline.kind: baseline for bas
 _FOR_ANY = (LeastSquares(), KNearestNeighbours(), Averaging())
 _FOR_TASK: dict[str, tuple[Baseline, ...]] = {
     tasks.LinearRegression.name: _FOR_ANY,
-    tasks.NoisyLinearRegression.name: (*_FOR_ANY, Ridge(alpha=tasks.NoisyLinearRegression.std**2)),
+    tasks.NoisyLinearRegression.name: (*_FOR_ANY, Ridge(alpha=0.01)),  # the variance of its noise
     tasks.SparseLinearRegression.name: (*_FOR_ANY, Lasso()),
     tasks.QuadraticRegression.name: _FOR_ANY,
     tasks.ReLURegression.name: (*_FOR_ANY, GradientDescentNetwork()),

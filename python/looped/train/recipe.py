@@ -56,6 +56,9 @@ class TrainConfig:
     warmup_steps: int = 0
     decay: str = "none"
     grad_clip: float | None = None
+    rest_weight: float = 0.0
+    extra_loops: int = 0
+    settle_from: int = 0
     seed: int = 42
     save_every: int = 1000
     keep_every: int = 0
@@ -76,6 +79,10 @@ class TrainConfig:
             )
         if min(self.batch_size, self.n_steps, self.save_every) < 1 or min(self.warmup_steps, self.keep_every) < 0:
             raise ValueError("TrainConfig: batch_size, n_steps and save_every must be at least 1, the others 0 or more")
+        if self.rest_weight < 0 or min(self.extra_loops, self.settle_from) < 0:
+            raise ValueError("TrainConfig: rest_weight, extra_loops and settle_from must be 0 or more")
+        if self.rest_weight and self.window < 2:
+            raise ValueError("TrainConfig: rest_weight compares the last two loops; set window to 2 or more")
         self.make_task()
 
     def make_task(self) -> Task:
@@ -131,17 +138,20 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
         model = icl_config(n_dims=20, n_points=101, n_loops=n_loops, **twin)
         run = dict(window=window, points=points, dims=Ramp(5, 20, 1, 5000), loops=Ramp(window, n_loops, 2, 500))
     elif name == "small":
-        model = icl_config(n_dims=5, n_points=11, d_model=64, n_heads=4, n_loops=30, **twin)
+        model = icl_config(n_dims=5, n_points=11, d_model=64, n_heads=4, n_loops=20, **twin)
         run = dict(
-            window=15,
+            window=12,
             dims=Ramp(2, 5, 1, 1500),
             points=Ramp(11, 11),
-            loops=Ramp(15, 30, 1, 300),
+            loops=Ramp(12, 20, 1, 300),
             n_steps=16_000,
             lr=1e-3,
             warmup_steps=500,
             decay="cosine",
             grad_clip=1.0,
+            rest_weight=10.0,
+            extra_loops=20,
+            settle_from=7500,
             save_every=500,
             keep_every=2000,
         )

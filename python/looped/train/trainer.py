@@ -68,9 +68,14 @@ class Run:
         """One optimizer step on fresh prompts. Returns the numbers for the log."""
         config, step = self.config, self.step
         n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
+        settles = step >= config.settle_from
+        if settles and config.extra_loops:
+            n_loops += int(torch.randint(config.extra_loops + 1, (), generator=self.prompt_rng))
         pairs = config.make_task().sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
-        squared = truncated_squared_error(self.model, *pairs, n_loops=n_loops, window=config.window)
+        squared, change = window_errors(self.model, *pairs, n_loops=n_loops, window=config.window)
         loss = squared.mean()
+        if settles and config.rest_weight:
+            loss = loss + config.rest_weight * change.square().mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or float("inf"))
@@ -81,6 +86,7 @@ class Run:
             "loss": loss.item(),
             "loss_last_loop": squared[:, -1].mean().item(),
             "loss_last_point": squared[:, -1, -1].mean().item(),
+            "change": change.mean().item(),
             "n_live": n_live,
             "n_points": n_points,
             "n_loops": n_loops,
@@ -97,10 +103,22 @@ class Run:
         return numbers
 
 
-def truncated_squared_error(model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int, window: int) -> Tensor:
-    """Squared errors [B, window, n] of the last `window` loops' predictions at every point (Yang et al., eq. 1)."""
-    predictions = model(interleave(xs, ys), n_loops=n_loops, n_loop_start=n_loops - window, return_predictions=True)
-    return (predictions - ys[:, None]).square()
+def window_errors(model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int, window: int) -> tuple[Tensor, Tensor]:
+    """Errors of the last `window` loops (Yang et al., eq. 1), and how far the last loop still moved the state.
+
+    Returns squared errors [B, window, n] of the predictions at every point, and ||Y_b - Y_{b-1}|| / ||Y_b|| [B], the
+    denominator without gradient (zeros for a window of 1).
+    """
+    predictions = []
+    states: list[Tensor] = []
+    for state in model.iterate(interleave(xs, ys), n_loops, n_loop_start=n_loops - window):
+        predictions.append(model.read(state))
+        states = [*states[-1:], state]
+    squared = (torch.stack(predictions, dim=1) - ys[:, None]).square()
+    if len(states) < 2:
+        return squared, squared.new_zeros(len(squared))
+    moved = (states[1] - states[0]).flatten(1).norm(dim=1)
+    return squared, moved / states[1].detach().flatten(1).norm(dim=1)
 
 
 def train(

@@ -1,0 +1,228 @@
+"""Score in-context predictors on fresh prompts of a task: squared error by examples seen and, for looped models, by loops."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from looped.checkpoint import write_atomically
+from looped.exits import Fixed
+from looped.icl.curves import Curve, RunningCurve
+from looped.icl.predictor import LoopedPredictor
+from looped.icl.settling import Settling
+from looped.icl.tasks import Pairs, Task
+from looped.loop import Status
+
+log = logging.getLogger(__name__)
+
+N_PROMPTS = 1280  # of the papers' figures
+SLOW_PROMPTS = 128  # at most, for a baseline whose cost is "slow"
+SETTLING_PROMPTS = 1280  # at most, for the study of states far past the trained loops
+
+
+class Predictor(Protocol):
+    """Anything that predicts ys from the pairs before: the baselines, a looped model, or your own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def cost(self) -> str:
+        """``"cheap"`` or ``"slow"``."""
+
+    @property
+    def why_unavailable(self) -> str | None:
+        """Why it cannot run here, or None."""
+
+    def predict(self, xs: Tensor, ys: Tensor) -> Tensor:
+        """[B, n] from xs [B, n, d] and ys [B, n]; entry i uses pairs 0 .. i-1 and x_i. NaN where there is no prediction."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One predictor's results. error_by_examples[i]: normalised squared error with i examples."""
+
+    error_by_examples: Curve
+    looped: dict[str, Any] | None = None  # of a looped model: error_by_loops, mean_loops, exit, ...
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"error_by_examples": self.error_by_examples.to_dict()} | (self.looped or {})
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of several predictors on the same prompts."""
+
+    task: str
+    n_dims: int
+    n_points: int
+    n_prompts: int
+    seed: int
+    error_scale: float
+    scores: dict[str, Score]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; NaN is null."""
+        head = {name: getattr(self, name) for name in ("task", "n_dims", "n_points", "n_prompts", "seed", "error_scale")}
+        trained = [s.looped["n_loops_trained"] for s in self.scores.values() if s.looped]
+        head["n_loops_trained"] = trained[0] if trained else None
+        return head | {"predictors": {name: score.to_dict() for name, score in self.scores.items()}}
+
+    def to_csv(self) -> str:
+        """One row per predictor and place: predictor, by (examples or loops), at, error, low, high, n_prompts."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["predictor", "by", "at", "error", "low", "high", "n_prompts"])
+        for name, score in self.scores.items():
+            curves: list[tuple[str, int, dict[str, Any]]] = [("examples", 0, score.error_by_examples.to_dict())]
+            if score.looped:
+                curves.append(("loops", 1, score.looped["error_by_loops"]))
+            for by, first, curve in curves:
+                for i, row in enumerate(zip(curve["mean"], curve["low"], curve["high"], strict=True)):
+                    writer.writerow([name, by, i + first, *row, curve["n_prompts"]])
+        return text.getvalue()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write evaluation.json and evaluation.csv into a folder, which is made if missing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "evaluation.json", json.dumps(self.to_dict(), indent=1).encode())
+        write_atomically(folder / "evaluation.csv", self.to_csv().encode())
+
+
+def evaluate(
+    task: Task,
+    predictors: Sequence[Predictor],
+    *,
+    n_prompts: int = N_PROMPTS,
+    n_points: int,
+    seed: int = 0,
+    batch_size: int = 128,
+    n_loops_shown: int | None = None,
+    n_loops_settling: int = 300,
+    progress: Callable[[str, int], None] | None = None,
+) -> Evaluation:
+    """Score predictors on fresh prompts.
+
+    Every prompt is used once, the last batch may be smaller, and prompts are drawn and forgotten batch by batch: memory does not
+    grow with n_prompts. Errors are squared, divided by `task.error_scale`; intervals are 90 % bootstrap ones. Predictors that are
+    not available are left out with a notice in the log; those marked slow see the first 128 prompts only (their curve says how
+    many).
+
+    n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops.
+    n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out.
+    progress: called with a predictor's name and the number of prompts it has just finished.
+    """
+    if n_prompts < 1 or n_points < 1 or batch_size < 1:
+        raise ValueError(f"evaluate: n_prompts={n_prompts}, n_points={n_points} and batch_size={batch_size} must be at least 1")
+    names = [predictor.name for predictor in predictors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"evaluate: predictors need names of their own, got {', '.join(names)}")
+    scorers: list[_Scorer] = []
+    for predictor in predictors:
+        if predictor.why_unavailable:
+            log.warning("left out: %s", predictor.why_unavailable)
+            continue
+        if isinstance(predictor, LoopedPredictor):
+            scorers.append(_LoopedScorer(predictor, task, n_loops_shown, n_loops_settling))
+        else:
+            scorers.append(_Scorer(predictor, task))
+    for pairs in batches(task, n_prompts, n_points, seed, batch_size):
+        for scorer in scorers:
+            n_done = scorer.add(pairs)
+            if progress and n_done:
+                progress(scorer.predictor.name, n_done)
+    scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
+    return Evaluation(task.name, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
+
+
+def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:
+    """The first n_prompts prompts of a seed; the batch size does not change them."""
+    generator = torch.Generator().manual_seed(seed)
+    for start in range(0, n_prompts, batch_size):
+        yield task.sample(min(batch_size, n_prompts - start), n_points, generator=generator)
+
+
+class _Scorer:
+    """Collects one predictor's errors."""
+
+    def __init__(self, predictor: Predictor, task: Task) -> None:
+        self.predictor, self.task = predictor, task
+        self.by_examples = RunningCurve()
+        self.limit = SLOW_PROMPTS if predictor.cost == "slow" else math.inf
+
+    def add(self, pairs: Pairs) -> int:
+        """Score a batch; returns how many of its prompts were used."""
+        room = int(min(len(pairs.ys), self.limit - self.by_examples.n_prompts))
+        if room > 0:
+            xs, ys = pairs.xs[:room], pairs.ys[:room]
+            self.by_examples.add(self.errors(self.predictions(xs, ys), ys))
+        return max(room, 0)
+
+    def predictions(self, xs: Tensor, ys: Tensor) -> Tensor:
+        return self.predictor.predict(xs, ys)
+
+    def errors(self, predictions: Tensor, ys: Tensor) -> Tensor:
+        return (predictions.double() - ys.double()).square() / self.task.error_scale
+
+    def score(self) -> Score:
+        return Score(self.by_examples.curve())
+
+
+class _LoopedScorer(_Scorer):
+    """Also collects errors by loops, the loops that the exit used, and how states settle."""
+
+    predictor: LoopedPredictor
+
+    def __init__(self, predictor: LoopedPredictor, task: Task, n_loops_shown: int | None, n_loops_settling: int) -> None:
+        super().__init__(predictor, task)
+        trained = predictor.n_loops_trained
+        self.n_loops_shown = max(trained, 5 * trained if n_loops_shown is None else n_loops_shown)
+        self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown)) if n_loops_settling else None
+        self.n_settling = 0
+        self.by_loops, self.at_trained_loops = RunningCurve(), RunningCurve()
+        self.loops_used: Counter[int] = Counter()
+        self.statuses: Counter[str] = Counter()
+
+    def predictions(self, xs: Tensor, ys: Tensor) -> Tensor:
+        result = self.predictor.run(xs, ys)
+        self.loops_used.update(result.n_loops.tolist())
+        self.statuses.update(Status(status).name for status in result.status.tolist())
+        if self.settling and self.n_settling < SETTLING_PROMPTS:
+            every = self.settling.add(xs, ys).predictions
+            self.n_settling += len(ys)
+        else:
+            plain: dict[str, Any] = dict(exit=Fixed(), on_stall="ignore", accelerate=None)
+            every = self.predictor.run(xs, ys, n_loops=self.n_loops_shown, return_predictions=True, **plain).predictions
+        assert isinstance(every, Tensor)
+        assert isinstance(result.prediction, Tensor)
+        self.by_loops.add(self.errors(every[:, : self.n_loops_shown, -1], ys[:, -1:]))
+        self.at_trained_loops.add(self.errors(every[:, self.predictor.n_loops_trained - 1], ys))
+        return result.prediction
+
+    def score(self) -> Score:
+        n_prompts = sum(self.loops_used.values())
+        looped: dict[str, Any] = {
+            "n_loops_trained": self.predictor.n_loops_trained,
+            "exit": self.predictor.exit_to_dict(),
+            "mean_loops": sum(loops * count for loops, count in self.loops_used.items()) / n_prompts,
+            "loops_used": {str(loops): count for loops, count in sorted(self.loops_used.items())},
+            "statuses": dict(self.statuses),
+            "error_at_trained_loops": self.at_trained_loops.curve().to_dict(),
+            "error_by_loops": self.by_loops.curve().to_dict(),
+        }
+        if self.settling:
+            looped["settling"] = self.settling.report()
+        return Score(self.by_examples.curve(), looped)

@@ -1,0 +1,126 @@
+"""Do looped states come to rest? Far past the trained loops, plain, damped and accelerated."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looped.accelerate import Anderson
+from looped.exits import PRECISION_OF, ROUNDING_LEVEL, Contraction, ExitRule, Fixed, Memory, Step
+from looped.icl.predictor import LoopedPredictor
+from looped.icl.prompts import interleave
+from looped.loop import LoopResult, Status
+from looped.model import LoopedTransformer
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+GRID_PROMPTS = 256  # at most, for the study in float64 arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Fixed):
+    """`Fixed`, keeping ||F - Y|| / ||F|| of every prompt after every loop, and whether a bit of the state still changed."""
+
+    changes: list[Tensor] = field(default_factory=list, compare=False)
+    moving: list[Tensor] = field(default_factory=list, compare=False)
+
+    def update(self, memory: Memory, step: Step) -> Tensor:
+        self.changes.append(torch.where(step.g == 0, 0.0, step.g / step.n))
+        self.moving.append(step.g > 0)
+        return super().update(memory, step)
+
+
+class Settling:
+    """Studies batches of prompts, `add` by `add`, for n_loops loops; `report` sums up.
+
+    The report, in plain JSON values: ``change_by_loops``, the `QUANTILES` over prompts of the relative change of the state at
+    each loop; and the share of prompts at rest, ``bitwise`` (no bit of the state changes any more) and at the ``rounding`` level
+    (two changes in a row within phi of docs/exits.md), with the mean loops up to that level, for
+
+    ``plain``: plain iteration in the model's own precision; ``damped``: on_stall="damp"; ``anderson``: Anderson(3);
+    ``float32_states``: plain iteration with the state rounded to float32 after each loop and float64 arithmetic inside a loop,
+    which tells the motion of the map from the rounding noise of float32 arithmetic.
+    """
+
+    def __init__(self, predictor: LoopedPredictor, n_loops: int) -> None:
+        self.predictor, self.n_loops = predictor, n_loops
+        self.changes: list[Tensor] = []
+        self.moving: list[Tensor] = []
+        self.at_rest: dict[str, list[Tensor]] = {}
+        self.loops: dict[str, list[Tensor]] = {}
+        self.on_grid: list[Tensor] = []
+        self.precision = PRECISION_OF[next(predictor.model.parameters()).dtype]
+        self.rest = Contraction(tol=ROUNDING_LEVEL[self.precision])
+
+    def add(self, xs: Tensor, ys: Tensor) -> LoopResult:
+        """Study a batch; returns the plain result over all loops, with its predictions after every loop."""
+        trace = Traced()
+        plain = self._run(xs, ys, trace, return_predictions=True)
+        changes = torch.stack(trace.changes, dim=1)
+        self.changes.append(changes)
+        self.moving.append(trace.moving[-1])
+        self._note("plain", *first_rest(changes, self.rest.tol))
+        for name, options in (("damped", {"on_stall": "damp"}), ("anderson", {"accelerate": Anderson(3)})):
+            result = self._run(xs, ys, self.rest, **options)
+            self._note(name, result.status == Status.CONVERGED, result.n_loops)
+        room = GRID_PROMPTS - sum(map(len, self.on_grid))
+        if room > 0 and self.precision == "fp32":
+            prompts = interleave(xs, ys)[:room]
+            self.on_grid.append(rests_on_float32_states(self.predictor.model, prompts, self.n_loops))
+        return plain
+
+    def report(self) -> dict[str, Any]:
+        changes = torch.cat(self.changes)
+        quantiles = torch.quantile(changes, torch.tensor(QUANTILES, dtype=changes.dtype), dim=0)
+        report: dict[str, Any] = {
+            "n_loops": self.n_loops,
+            "n_prompts": len(changes),
+            "rounding_level": self.rest.tol,
+            "quantiles": list(QUANTILES),
+            "change_by_loops": quantiles.T.tolist(),
+        }
+        for name, at_rest in self.at_rest.items():
+            share, loops = torch.cat(at_rest).double().mean().item(), torch.cat(self.loops[name]).double().mean().item()
+            report[name] = {"rounding": share, "mean_loops": loops}
+        report["plain"]["bitwise"] = 1 - torch.cat(self.moving).double().mean().item()
+        if self.on_grid:
+            grid = torch.cat(self.on_grid)
+            report["float32_states"] = {"bitwise": grid.double().mean().item(), "n_prompts": len(grid)}
+        return report
+
+    def _run(self, xs: Tensor, ys: Tensor, rule: ExitRule, **options: Any) -> LoopResult:
+        chosen = {"on_stall": "ignore", "accelerate": None} | options
+        return self.predictor.run(xs, ys, exit=rule, n_loops=self.n_loops, **chosen)
+
+    def _note(self, name: str, at_rest: Tensor, loops: Tensor) -> None:
+        self.at_rest.setdefault(name, []).append(at_rest)
+        self.loops.setdefault(name, []).append(loops)
+
+
+def first_rest(changes: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """Which rows of changes [B, L] have two in a row within the level, and the loop of the second (L where none)."""
+    small = changes <= level
+    twice = small[:, 1:] & small[:, :-1]
+    found = twice.any(dim=1)
+    return found, torch.where(found, twice.long().argmax(dim=1) + 2, changes.shape[1])
+
+
+@torch.no_grad()
+def rests_on_float32_states(model: LoopedTransformer, prompts: Tensor, n_loops: int) -> Tensor:
+    """bool [B]: whether the state, rounded to float32 after each loop of float64 arithmetic, comes to rest bit for bit."""
+    exact = copy.deepcopy(model).double()
+    P = exact.embed(prompts.double())
+    Y = exact.initial_state(P)
+    moving = torch.arange(len(prompts))
+    for _ in range(n_loops):
+        F = exact.step(Y, P).float().double()
+        changed = (F != Y).flatten(1).any(dim=1)
+        moving, Y, P = moving[changed], F[changed], P[changed]
+        if not len(moving):
+            break
+    at_rest = torch.ones(len(prompts), dtype=torch.bool)
+    at_rest[moving] = False
+    return at_rest
