@@ -2,11 +2,12 @@
 
 from looped import exits
 from looped.accelerate import Anderson
-from looped.checkpoint import load_model, save_model
+from looped.checkpoint import load_checkpoint, load_model, save_model
 from looped.config import LoopedConfig, gpt2_config, icl_config
 from looped.engine import solve, solve_iter
 from looped.loop import LoopResult, LoopState, PromptResult, Status
 from looped.model import LoopedTransformer
+from looped.pretrained import load_pretrained
 
 __version__ = "0.1.0"
 
@@ -21,7 +22,9 @@ __all__ = [
     "exits",
     "gpt2_config",
     "icl_config",
+    "load_checkpoint",
     "load_model",
+    "load_pretrained",
     "save_model",
     "solve",
     "solve_iter",

@@ -116,10 +116,10 @@ def evaluate(
 ) -> Evaluation:
     """Score predictors on fresh prompts.
 
-    Every prompt is used once, the last batch may be smaller, and prompts are drawn and forgotten batch by batch: memory does not
-    grow with n_prompts. Errors are squared, divided by `task.error_scale`; intervals are 90 % bootstrap ones. Predictors that are
-    not available are left out with a notice in the log; those marked slow see the first 128 prompts only (their curve says how
-    many).
+    Every prompt is used once, the last batch may be smaller, and prompts are drawn and forgotten batch by batch: memory does
+    not grow with n_prompts. Errors are squared and divided by `task.error_scale`; intervals are 90 % bootstrap ones. Predictors
+    that are not available are left out with a notice in the log; those marked slow see the first 128 prompts only (their curve
+    says how many).
 
     n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops.
     n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out.

@@ -37,8 +37,8 @@ class Settling:
     """Studies batches of prompts, `add` by `add`, for n_loops loops; `report` sums up.
 
     The report, in plain JSON values: ``change_by_loops``, the `QUANTILES` over prompts of the relative change of the state at
-    each loop; and the share of prompts at rest, ``bitwise`` (no bit of the state changes any more) and at the ``rounding`` level
-    (two changes in a row within phi of docs/exits.md), with the mean loops up to that level, for
+    each loop; and the share of prompts at rest, ``bitwise`` (no bit of the state changes any more) and at the ``rounding``
+    level (two changes in a row within phi of docs/exits.md), with the mean loops up to that level, for
 
     ``plain``: plain iteration in the model's own precision; ``damped``: on_stall="damp"; ``anderson``: Anderson(3);
     ``float32_states``: plain iteration with the state rounded to float32 after each loop and float64 arithmetic inside a loop,

@@ -1,0 +1,249 @@
+"""The command line: `looped eval`, `looped train`, `looped info`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import click
+
+ERROR_CODE = 2  # of bad use
+
+
+class _Commands(click.Group):
+    """Turns the library's errors into one line and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            click.echo(f"looped: {stop or 'interrupted'}", err=True)
+            ctx.exit(130)
+        except (ValueError, TypeError) as error:
+            click.echo(f"looped: {error}", err=True)
+            ctx.exit(ERROR_CODE)
+        except (OSError, FloatingPointError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror and error.filename else str(error)
+            name = f" {error.filename}" if isinstance(error, OSError) and error.filename else ""
+            click.echo(f"looped: {reason}{':' if name else ''}{name}", err=True)
+            ctx.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="looped")
+def main() -> None:
+    """Looped transformers: evaluate, train, inspect."""
+    logging.basicConfig(level=logging.INFO, format="looped: %(message)s", stream=sys.stderr)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="sklearn")
+
+
+@main.command("eval")
+@click.argument("model", required=False)
+@click.option("--twin", help="A second model to show beside it; default the bundled weight-tied twin of the bundled model.")
+@click.option(
+    "--task", default="linear_regression", show_default=True, help="The family of functions that prompts are drawn from."
+)
+@click.option("--prompts", "n_prompts", default=1280, show_default=True, type=click.IntRange(min=1), help="Fresh prompts.")
+@click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default 2 * dimensions + 1.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--exit", "rule", default="contraction", show_default=True, help="Exit rule, or fixed for the trained loops.")
+@click.option("--tol", type=float, help="Tolerance of the exit rule; default 1e-3.")
+@click.option("--on-stall", default="exit", show_default=True, type=click.Choice(["ignore", "exit", "damp"]))
+@click.option("--anderson", type=click.IntRange(1, 3), help="Accelerate with this depth.")
+@click.option("--loops", "n_loops", type=click.IntRange(min=1), help="The most loops; default 5 times the trained ones.")
+@click.option("--baselines/--no-baselines", default=True, show_default=True, help="Score the task's baselines too.")
+@click.option("--settling/--no-settling", default=True, show_default=True, help="Study states over 300 loops.")
+@click.option("--batch", "batch_size", default=128, show_default=True, type=click.IntRange(min=1), help="Prompts at once.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's.")
+@click.option(
+    "--set", "fields", multiple=True, metavar="KEY=VALUE", help="For other projects' checkpoints: n_loops=20, n_heads=8 ..."
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Write evaluation.json, .csv and .png into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+def evaluate_command(
+    model: str | None,
+    twin: str | None,
+    task: str,
+    n_prompts: int,
+    n_points: int | None,
+    seed: int,
+    rule: str,
+    tol: float | None,
+    on_stall: str,
+    anderson: int | None,
+    n_loops: int | None,
+    baselines: bool,
+    settling: bool,
+    batch_size: int,
+    threads: int | None,
+    fields: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Score MODEL in context on fresh prompts, beside classical baselines.
+
+    MODEL is a folder or file of any layout that looped reads, or the name of a bundled model; by default the bundled
+    linear-regression model.
+    """
+    from tqdm import tqdm
+
+    from looped.accelerate import Anderson
+    from looped.exits import make_exit
+    from looped.icl.baselines import baselines_for
+    from looped.icl.evaluate import evaluate
+    from looped.icl.predictor import LoopedPredictor
+    from looped.icl.tasks import make_task
+
+    _use_threads(threads)
+    if twin is None and model is None:
+        twin = f"{BUNDLED}_tied"
+    main_model = _load(model or BUNDLED, fields)
+    config = main_model.config
+    if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
+        raise click.UsageError("eval scores in-context models: features in, a scalar read out")
+    functions = make_task(task, config.n_dims)
+    room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
+    n_points = n_points or min(2 * config.n_dims + 1, room)
+    exit_rule = make_exit(rule, **({} if tol is None else {"tol": tol}))
+    limit = n_loops or (config.n_loops if exit_rule.is_fixed else 5 * config.n_loops)
+    predictors: list[Any] = [
+        LoopedPredictor(
+            main_model,
+            exit=exit_rule,
+            n_loops=limit,
+            on_stall=on_stall,
+            accelerate=Anderson(anderson) if anderson else None,
+        )
+    ]
+    if twin:
+        predictors.append(LoopedPredictor(_load(twin, fields), name="weight-tied twin"))
+    if baselines:
+        predictors += baselines_for(task)
+    total = n_prompts * len(predictors)
+    with tqdm(total=total, unit="prompt", desc="evaluating", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def progress(name: str, n_done: int) -> None:
+            bar.set_postfix_str(name)
+            bar.update(n_done)
+
+        result = evaluate(
+            functions,
+            predictors,
+            n_prompts=n_prompts,
+            n_points=n_points,
+            seed=seed,
+            batch_size=batch_size,
+            n_loops_settling=300 if settling else 0,
+            progress=progress,
+        )
+    if out:
+        from looped.report.plots import plot_evaluation
+
+        result.save(out)
+        plot_evaluation(result, out / "evaluation.png")
+        click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+        return
+    from rich.console import Console
+
+    from looped.report.tables import evaluation_tables
+
+    for table in evaluation_tables(result):
+        Console().print(table)
+
+
+@main.command("train")
+@click.option("--preset", "preset_name", default="small", show_default=True, type=click.Choice(["paper", "small", "tiny"]))
+@click.option("--task", default="linear_regression", show_default=True, help="The family of functions to learn.")
+@click.option("--tied", is_flag=True, help="Train the weight-tied twin: no injection, the state starts at the embedding.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option("--resume", is_flag=True, help="Go on from the folder's last checkpoint, if it has one.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's. A resumed run needs the same.")
+@click.option(
+    "--set", "fields", multiple=True, metavar="KEY=VALUE", help="Replace a field of the preset: n_steps=100, lr=3e-4 ..."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the folder, steps and seconds as JSON on standard output.")
+def train_command(
+    preset_name: str,
+    task: str,
+    tied: bool,
+    out: Path,
+    resume: bool,
+    threads: int | None,
+    fields: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Train a looped in-context learner by a preset; leaves OUT/model.
+
+    The folder also holds state.pt (resumes bit for bit after a stop), log.jsonl and train.json.
+    """
+    from looped.train import preset, train
+
+    _use_threads(threads)
+    config = preset(preset_name, task, tied=tied, **_key_values(fields))
+    train(config, out, resume=resume)
+    if as_json:
+        last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+        click.echo(
+            json.dumps({"model": str(out / "model"), "step": last["step"], "seconds": last["seconds"], "loss": last["loss"]})
+        )
+    else:
+        click.echo(f"looped: the model is in {out / 'model'}; score it with: looped eval {out / 'model'}", err=True)
+
+
+@main.command("info")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON on standard output.")
+def info_command(as_json: bool) -> None:
+    """Versions, devices, and which backends work here."""
+    from looped.environment import environment
+
+    report = environment()
+    if as_json:
+        click.echo(json.dumps(report))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    for title, entries in report.items():
+        table = Table(title=title, title_justify="left", show_header=False)
+        for name, value in entries.items():
+            table.add_row(name, str(value))
+        Console().print(table)
+
+
+BUNDLED = "linear_regression"
+
+
+def _load(source: str, fields: tuple[str, ...]) -> Any:
+    from looped.checkpoint import load_checkpoint
+    from looped.pretrained import bundled_models, load_pretrained
+
+    if source in bundled_models() and not Path(source).exists():
+        return load_pretrained(source)
+    return load_checkpoint(source, **_key_values(fields)).float()
+
+
+def _key_values(fields: tuple[str, ...]) -> dict[str, Any]:
+    values = {}
+    for text in fields:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set takes KEY=VALUE, got {text!r}")
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key] = value
+    return values
+
+
+def _use_threads(threads: int | None) -> None:
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)

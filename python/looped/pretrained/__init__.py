@@ -1,0 +1,25 @@
+"""The trained models that are shipped in the package: a folder each, with its model card."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from looped.checkpoint import load_model
+from looped.model import LoopedTransformer
+
+FOLDER = Path(__file__).parent
+
+
+def bundled_models() -> dict[str, str]:
+    """The names of the shipped models, and the folder of each."""
+    return {folder.parent.name: str(folder.parent) for folder in sorted(FOLDER.glob("*/config.json"))}
+
+
+def load_pretrained(name: str) -> LoopedTransformer:
+    """A shipped model by its name. Raises ValueError that names the nearest for an unknown one."""
+    models = bundled_models()
+    if name not in models:
+        nearest = difflib.get_close_matches(name, models, n=1, cutoff=0.0)[0]
+        raise ValueError(f"load_pretrained: no model {name!r} is shipped; did you mean {nearest!r}? (of {', '.join(models)})")
+    return load_model(models[name])

@@ -1,0 +1,67 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from looped.icl.evaluate import Evaluation
+
+
+def evaluation_tables(evaluation: Evaluation) -> list[Table]:
+    """The error of every predictor at a few numbers of examples, and what the looped models' loops did."""
+    n, d = evaluation.n_points, evaluation.n_dims
+    places = sorted({i for i in (0, d // 2, d, (3 * d) // 2, 2 * d, n - 1) if i < n})
+    errors = Table(title="squared error / variance of y, by examples (90 % interval at the last)", title_justify="left")
+    errors.add_column("predictor")
+    for place in places:
+        errors.add_column(str(place), justify="right")
+    errors.add_column("interval", justify="right")
+    errors.add_column("prompts", justify="right")
+    for name, score in evaluation.scores.items():
+        curve = score.error_by_examples
+        cells = [_number(curve.mean[place]) for place in places]
+        errors.add_row(name, *cells, f"{_number(curve.low[-1])} .. {_number(curve.high[-1])}", f"{curve.n_prompts:,}")
+    tables = [errors]
+    for name, score in evaluation.scores.items():
+        if score.looped:
+            tables.append(_loops_table(name, score.looped, score.error_by_examples.mean[-1]))
+    return tables
+
+
+def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
+    table = Table(title=f"{name}: loops", title_justify="left", show_header=False)
+    trained, by_loops = looped["n_loops_trained"], looped["error_by_loops"]["mean"]
+    rule = looped["exit"]
+    table.add_row(
+        "exit", f"{rule['rule']}" + (f", tol {rule['tol']:g}" if "tol" in rule else "") + f", at most {rule['n_loops']}"
+    )
+    table.add_row("loops used, mean", f"{looped['mean_loops']:.1f}")
+    table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
+    table.add_row("last error, with the exit", _number(error))
+    table.add_row(f"... at the trained {trained} loops", _number(by_loops[trained - 1]))
+    table.add_row(
+        f"... at {len(by_loops)} loops", f"{_number(by_loops[-1])} ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)"
+    )
+    best = min(range(len(by_loops)), key=by_loops.__getitem__)
+    table.add_row(f"... at the best, {best + 1} loops", _number(by_loops[best]))
+    settling = looped.get("settling")
+    if settling:
+        for kind in ("plain", "damped", "anderson"):
+            share = settling[kind]
+            table.add_row(
+                f"at rest within {settling['n_loops']} loops, {kind}",
+                f"{share['rounding']:.1%} to rounding, {share['mean_loops']:.1f} loops on average"
+                + (f"; {share['bitwise']:.1%} to the last bit" if "bitwise" in share else ""),
+            )
+        if "float32_states" in settling:
+            grid = settling["float32_states"]
+            table.add_row(
+                "... float32 states, float64 arithmetic", f"{grid['bitwise']:.1%} of {grid['n_prompts']} to the last bit"
+            )
+    return table
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.2e}"
