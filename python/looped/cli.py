@@ -247,3 +247,7 @@ def _use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Training: the recipe's numbers, resuming bit for bit, and what survives an interrupt, a crash and a full disk."""
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import looped
+from looped import checkpoint
+from looped.icl.prompts import interleave
+from looped.train import Ramp, TrainConfig, preset, train, trainer
+from looped.train.trainer import Run, window_errors
+
+SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
+
+
+def tiny(**changes):
+    return preset("tiny", **changes)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def crash_after(n, advance=Run.advance):
+    """`Run.advance` that crashes at its call n + 1."""
+    calls = []
+
+    def advance_or_crash(self):
+        calls.append(1)
+        if len(calls) > n:
+            raise RuntimeError("power cut")
+        return advance(self)
+
+    return advance_or_crash
+
+
+def test_curricula_grow_as_published():
+    config = preset("paper")
+    assert [config.dims.at(s) for s in (0, 4999, 5000, 74_999, 75_000, 499_999)] == [5, 5, 6, 19, 20, 20]
+    assert [config.points.at(s) for s in (0, 5000, 75_000, 499_999)] == [11, 13, 41, 41]
+    assert [config.loops.at(s) for s in (0, 499, 500, 3500, 4000)] == [15, 15, 17, 29, 30]
+    assert (config.window, config.batch_size, config.lr, config.n_steps, config.seed) == (15, 64, 1e-4, 500_000, 42)
+    assert sum(p.numel() for p in looped.LoopedTransformer(config.model).parameters()) == 847_873
+    assert (config.grad_clip, config.decay, config.rest_weight, config.extra_loops) == (None, "none", 0.0, 0)
+    tree = preset("paper", "decision_tree")
+    assert (tree.model.n_loops, tree.window, tree.points.end) == (70, 15, 101)
+    tied = preset("small", tied=True)
+    assert (tied.model.inject, tied.model.state_init) == ("none", "embedding")
+
+
+def test_learning_rate_warms_up_and_decays():
+    config = tiny(n_steps=110, warmup_steps=10, decay="cosine", lr=1.0)
+    assert [config.lr_at(s) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert config.lr_at(10) == pytest.approx(1.0)
+    assert config.lr_at(60) == pytest.approx(0.5)
+    assert config.lr_at(109) < 1e-3
+
+
+def test_configuration_errors():
+    for changes, message in [
+        (dict(window=3), r"window=3 must lie in 1 \.\. loops\.start=2"),
+        (dict(loops=Ramp(2, 5)), "loops end at 5 but the model runs 4"),
+        (dict(dims=Ramp(1, 3)), "dims"),
+        (dict(points=Ramp(3, 9)), "17 tokens but the model has 11"),
+        (dict(decay="linear"), "decay='linear'"),
+        (dict(rest_weight=1.0, window=1, loops=Ramp(2, 4)), "set window to 2 or more"),
+        (dict(n_steps=0), "at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tiny(**changes)
+    with pytest.raises(ValueError, match="is not one of paper, small, tiny"):
+        preset("large")
+    with pytest.raises(ValueError, match="did you mean 'linear_regression'"):
+        preset("paper", "linear_regresion")
+    with pytest.raises(ValueError, match="Ramp"):
+        Ramp(3, 2)
+    config = tiny()
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_loss_is_the_last_loops_squared_error_and_the_last_move():
+    config = tiny()
+    model = Run.start(config).model
+    xs, ys = config.make_task().sample(3, 5, generator=torch.Generator().manual_seed(0))
+    squared, change = window_errors(model, xs, ys, n_loops=4, window=2)
+    x = interleave(xs, ys)
+    for k, t in enumerate((3, 4)):
+        torch.testing.assert_close(squared[:, k], (model(x, n_loops=t) - ys) ** 2)
+    before, after = (looped.solve(model, x, n_loops=t).y for t in (3, 4))
+    torch.testing.assert_close(change, (after - before).flatten(1).norm(dim=1) / after.flatten(1).norm(dim=1))
+
+
+def test_training_learns():
+    config = tiny(n_steps=250, lr=3e-3, points=Ramp(5, 5), dims=Ramp(1, 2, 1, 50))
+    run = Run.start(config)
+    xs, ys = config.make_task().sample(256, 5, generator=torch.Generator().manual_seed(1))
+    before = window_errors(run.model, xs, ys, n_loops=4, window=1)[0].mean().item()
+    while run.step < config.n_steps:
+        run.advance()
+    after = window_errors(run.model, xs, ys, n_loops=4, window=1)[0].mean().item()
+    assert after < 0.8 * before
+
+
+@pytest.mark.parametrize("changes", [{}, SETTLING], ids=["published", "settling"])
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, changes, monkeypatch):
+    config = tiny(**changes)
+    whole = train(config, tmp_path / "whole", progress=False)
+    monkeypatch.setattr(Run, "advance", crash_after(7))
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(config, tmp_path / "cut", progress=False)
+    assert checkpoint.load_training_state(tmp_path / "cut" / "state.pt")["step"] == 5  # save_every
+    monkeypatch.undo()
+    resumed = train(config, tmp_path / "cut", resume=True, progress=False)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(weights(looped.load_model(tmp_path / "cut" / "model")), weights(whole))
+    one, two = (checkpoint.load_training_state(tmp_path / name / "state.pt") for name in ("whole", "cut"))
+    assert torch.equal(one["prompt_rng"], two["prompt_rng"])
+    again = train(config, tmp_path / "whole", resume=True, progress=False)  # a finished run has nothing to do
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_the_settling_term_acts_from_its_step_on():
+    plain, settled = (Run.start(tiny(**changes)) for changes in ({}, SETTLING))
+    for step in range(6):
+        plain.advance()
+        settled.advance()
+        assert torch.equal(weights(plain.model), weights(settled.model)) == (step < 4)
+
+
+def test_seeds_decide_and_the_global_generator_is_left_alone(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    a = train(tiny(), tmp_path / "a", progress=False)
+    assert torch.equal(torch.rand(3), expected)
+    b = train(tiny(), tmp_path / "b", progress=False)
+    c = train(tiny(seed=7), tmp_path / "c", progress=False)
+    assert torch.equal(weights(a), weights(b))
+    assert not torch.equal(weights(a), weights(c))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
+    train(tiny(), tmp_path, progress=False)
+    with pytest.raises(ValueError, match="already holds a run; resume it or choose another folder"):
+        train(tiny(), tmp_path, progress=False)
+    with pytest.raises(ValueError, match="has another lr, seed"):
+        train(tiny(lr=1e-2, seed=3), tmp_path, resume=True, progress=False)
+
+
+def test_log_has_each_step_once_after_a_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "LOG_EVERY", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", crash_after(8))
+        with pytest.raises(RuntimeError):
+            train(tiny(), tmp_path, progress=False)
+    with open(tmp_path / "log.jsonl", "a") as log:
+        log.write('{"step": 9, "lo')  # a line cut short
+    train(tiny(), tmp_path, resume=True, progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert {"loss", "n_loops", "n_live", "lr", "grad_norm", "prompts_per_second"} <= set(lines[-1])
+
+
+def test_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    fsync = os.fsync
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", crash_after(6))
+        with pytest.raises(RuntimeError):
+            train(tiny(), tmp_path / "run", progress=False)
+
+    def full(descriptor):
+        if "state.pt" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(
+            OSError, match=r"cannot write the checkpoint of step 10 .*; the checkpoint of step 5 is whole"
+        ) as caught:
+            train(tiny(), tmp_path / "run", resume=True, progress=False)
+    assert caught.value.errno == errno.ENOSPC
+    assert sorted(os.listdir(tmp_path / "run")) == ["log.jsonl", "state.pt", "train.json"]
+    resumed = train(tiny(), tmp_path / "run", resume=True, progress=False)
+    assert torch.equal(weights(resumed), weights(train(tiny(), tmp_path / "other", progress=False)))
+
+
+def test_diverging_training_says_so(tmp_path, monkeypatch):
+    run = Run.start(tiny())
+    with torch.no_grad():
+        run.model.read_out.weight.fill_(float("inf"))
+    monkeypatch.setattr(Run, "start", classmethod(lambda cls, config: run))
+    with pytest.raises(FloatingPointError, match="not finite at step 1; lower lr"):
+        train(tiny(), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_finishes_the_step_and_saves(tmp_path, number):
+    command = [
+        sys.executable,
+        "-m",
+        "looped.cli",
+        "train",
+        "--preset",
+        "tiny",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    command += ["--set", "n_steps=100000", "--set", "save_every=100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    log = tmp_path / "run" / "log.jsonl"
+    deadline = time.time() + 60
+    while time.time() < deadline and not (log.exists() and log.read_text().count("\n") > 2):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "run again with resume to go on" in errors.splitlines()[-1]
+    state = checkpoint.load_training_state(tmp_path / "run" / "state.pt")
+    run = Run.start(dataclasses.replace(tiny(), n_steps=100_000, save_every=100_000))
+    while run.step < state["step"]:
+        run.advance()
+    assert all(torch.equal(tensor, state["model"][name]) for name, tensor in run.model.state_dict().items())
