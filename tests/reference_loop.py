@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-PHI = 1e-15
+PHI = 2e-15
 
 
 @torch.no_grad()

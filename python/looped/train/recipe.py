@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,23 @@ class TrainConfig:
     keep_every: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("lr", "grad_clip", "rest_weight"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) or (name == "grad_clip" and value is None)):
+                raise ValueError(f"TrainConfig: {name}={value!r} must be a number")
+        for name in (
+            "window",
+            "batch_size",
+            "n_steps",
+            "warmup_steps",
+            "extra_loops",
+            "settle_from",
+            "seed",
+            "save_every",
+            "keep_every",
+        ):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
         if self.decay not in ("none", "cosine"):
             raise ValueError(f"TrainConfig: decay={self.decay!r} is not one of none, cosine")
         if not 1 <= self.window <= self.loops.start:
@@ -161,5 +179,10 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
         run |= dict(batch_size=8, n_steps=12, lr=1e-3, grad_clip=1.0, save_every=5)
     else:
         raise ValueError(f"preset: {name!r} is not one of paper, small, tiny")
+    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    for key in changes:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"preset: unknown field {key!r}; did you mean {nearest!r}?")
     fields: dict[str, Any] = {"model": model, "task": task}
     return TrainConfig(**(fields | run | changes))

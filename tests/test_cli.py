@@ -1,0 +1,138 @@
+"""The command line: results, standard output for programs, exit codes, errors in one line."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from models import icl_model
+
+import looped
+from looped.cli import main
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=6), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def test_eval_prints_json_alone_on_standard_output(model_folder, tmp_path):
+    result = run("eval", model_folder, "--prompts", 6, "--json", "--out", tmp_path / "out", "--twin", model_folder)
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["task"], report["n_prompts"], report["n_points"], report["n_loops_trained"]) == (
+        "linear_regression",
+        6,
+        5,
+        6,
+    )
+    assert {"looped", "weight-tied twin", "least_squares", "averaging"} <= set(report["predictors"])
+    assert report["predictors"]["looped"]["exit"]["rule"] == "contraction"
+    for name in ("evaluation.json", "evaluation.csv", "evaluation.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 100
+    assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
+    assert "evaluating" in result.stderr
+
+
+def test_eval_prints_tables(model_folder):
+    result = run("eval", model_folder, "--prompts", 3, "--no-baselines", "--no-settling", "--exit", "fixed", "--loops", 4)
+    assert result.exit_code == 0, result.stderr
+    assert "loops used, mean" in result.stdout
+    assert "4.0" in result.stdout
+
+
+def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
+    options = ("--prompts", 4, "--no-baselines", "--no-settling", "--json")
+    first = json.loads(run("eval", model_folder, *options).stdout)
+    assert json.loads(run("eval", model_folder, *options).stdout) == first
+    looped.save_model(icl_model(std=0.1, seed=9, dtype=torch.float32, n_dims=2, n_points=6), model_folder)
+    assert json.loads(run("eval", model_folder, *options).stdout) != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "--task", "linear"], "unknown task 'linear'; did you mean"),
+        (["eval", "--exit", "contract"], "did you mean 'contraction'"),
+        (["eval", "--tol", "-1"], "tol=-1.0 must be a number of at least 0"),
+        (["eval", "--prompts", "0"], "0 is not in the range"),
+        (["eval", "--points", "50", "--prompts", "2"], "positions"),
+        (["eval", "--sett"], "No such option"),
+        (["train"], "Missing option '--out'"),
+        (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),
+        (["train", "--out", "{tmp}/r", "--set", "n_steps"], "KEY=VALUE"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", "lr=fast"], "lr='fast' must be a number"),
+        (["nothing"], "No such command"),
+    ],
+)
+def test_bad_use_is_exit_code_2_and_one_clear_line(arguments, message, tmp_path, model_folder):
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    if arguments[0] == "eval":
+        arguments.insert(1, str(model_folder))
+    result = run(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_missing_and_damaged_models(tmp_path, model_folder):
+    result = run("eval", tmp_path / "absent")
+    assert result.exit_code in (1, 2)
+    assert "absent" in result.stderr
+    weights = model_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("eval", model_folder)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_train_then_eval(tmp_path):
+    result = run("train", "--preset", "tiny", "--out", tmp_path / "run", "--threads", 1, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["step"] == 12
+    again = run("train", "--preset", "tiny", "--out", tmp_path / "run")
+    assert again.exit_code == 2
+    assert "resume it or choose another folder" in again.stderr
+    result = run("eval", tmp_path / "run" / "model", "--prompts", 2, "--no-baselines", "--json")
+    assert json.loads(result.stdout)["n_dims"] == 2
+
+
+def test_info_names_versions_devices_and_backends():
+    report = json.loads(run("info", "--json").stdout)
+    assert report["versions"]["torch"] == torch.__version__
+    assert set(report) == {"versions", "devices", "backends", "models"}
+    assert "eager" in report["backends"]
+    assert "torch" in run("info").stdout
+
+
+def in_new_process(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_import_is_light():
+    heavy = ("transformers", "matplotlib", "sklearn", "scipy", "pandas", "triton")
+    assert in_new_process(f"import sys, looped; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
+    seconds = "import time, torch; t = time.time(); import looped; print(time.time() - t)"
+    best = min(float(in_new_process(seconds)) for _ in range(3))
+    assert best < 1.5
+
+
+def test_interrupted_eval_says_so(model_folder):
+    command = [sys.executable, "-m", "looped.cli", "eval", str(model_folder), "--prompts", "1000000", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    time.sleep(6)
+    process.send_signal(2)
+    out, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert out == ""
