@@ -61,12 +61,13 @@ class RunningCurve:
         weights = [self.block_size] * len(self.blocks) + ([len(self.open)] if self.open else [])
         means = [*self.blocks, *([np.mean(self.open, axis=0)] if self.open else [])]
         mean = np.average(np.stack(means), axis=0, weights=weights)
-        low = high = np.full_like(mean, math.nan)
-        if len(self.blocks) >= 2:
+        low, high = np.full_like(mean, math.nan), np.full_like(mean, math.nan)
+        measured = np.isfinite(mean)
+        if len(self.blocks) >= 2 and measured.any():
             from scipy.stats import bootstrap
 
             result = bootstrap(
-                (np.stack(self.blocks),),
+                (np.stack(self.blocks)[:, measured],),
                 np.mean,
                 axis=0,
                 n_resamples=N_RESAMPLES,
@@ -75,5 +76,5 @@ class RunningCurve:
                 batch=20,
                 rng=np.random.default_rng(seed),
             )
-            low, high = result.confidence_interval
-        return Curve(mean.tolist(), np.asarray(low).tolist(), np.asarray(high).tolist(), self.n_prompts)
+            low[measured], high[measured] = result.confidence_interval
+        return Curve(mean.tolist(), low.tolist(), high.tolist(), self.n_prompts)
