@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import icl_model, scalar_map, states_model
+from models import icl_model, random_weights, scalar_map, states_model
 from reference_loop import reference
 from tolerances import EAGER_BATCH, FP64
 
@@ -173,6 +173,32 @@ def test_min_loops_and_confirming_loops_are_counted():
     assert looped.solve(model, x, exit=Contraction(tol=0.05, min_loops=20))[0].n_loops == 20
 
 
+def test_stalls_are_counted_by_checks_without_a_tenth_gained():
+    x = torch.full((1, 1, 1), 3.0, dtype=torch.float64)
+    slow = scalar_map(0.97)  # g needs four loops to fall below 0.9 of its best
+    assert looped.solve(slow, x, exit=Contraction(tol=1e-9, stall_window=3), on_stall="exit", n_loops=60)[0].n_loops == 4
+    going = looped.solve(slow, x, exit=Contraction(tol=1e-9, stall_window=4), on_stall="exit", n_loops=60)
+    assert (going[0].n_loops, going[0].status) == (60, Status.MAX_LOOPS)
+    cycle = scalar_map(-1.0)
+    rule = Contraction(check_every=3, stall_window=4)  # the check at 3 sets the best; 6, 9, 12, 15 gain nothing
+    assert looped.solve(cycle, x, exit=rule, on_stall="exit", n_loops=60)[0].n_loops == 15
+
+
+def test_readout_compares_with_the_check_before():
+    model, x = icl_model(std=0.15), prompts(2)
+    assert looped.solve(model, x, exit=Readout(tol=1e9, patience=1), n_loops=30).n_loops.tolist() == [2, 2]
+    assert looped.solve(model, x, exit=Readout(tol=1e9, patience=3, check_every=4), n_loops=30).n_loops.tolist() == [16, 16]
+
+
+def test_resuming_between_two_passes_keeps_the_first():
+    model, x = icl_model(std=0.15), prompts(1)
+    for rule in (Contraction(tol=1e-3), Readout(tol=1e-3)):
+        n_loops = looped.solve(model, x, exit=rule, n_loops=100)[0].n_loops
+        for k in range(n_loops - 3, n_loops):
+            part = looped.solve(model, x, exit=rule, n_loops=k)
+            assert looped.solve(model, x, exit=rule, n_loops=100, state=part.state)[0].n_loops == n_loops
+
+
 def test_exact_compares_bits():
     model = scalar_map(0.5)
     x = torch.full((1, 1, 1), 2.0, dtype=torch.float64)
@@ -270,6 +296,24 @@ def test_alone_as_in_any_batch_and_padding_is_never_read(mask_kind, name):
         torch.testing.assert_close(ragged[i].predictions, alone.predictions, rtol=EAGER_BATCH, atol=EAGER_BATCH)
         assert not batch.y[i, length:].any()
         assert not batch.prediction[i, -(-length // 2) :].any()
+
+
+@pytest.mark.parametrize("mask_kind", ["causal", "full"])
+def test_padding_is_not_read_before_the_loop_either(mask_kind):
+    model = icl_model(std=0.15, mask_kind=mask_kind, n_prelude=1, n_coda=1, loop_norm="once")
+    x = prompts(2)
+    x[1, 4:] = math.nan
+    result = looped.solve(model, x, lengths=[9, 4], n_loops=5)
+    alone = looped.solve(model, x[1:, :4], n_loops=5)
+    torch.testing.assert_close(result.prediction[1, :2], alone.prediction[0], rtol=EAGER_BATCH, atol=EAGER_BATCH)
+    assert result.prediction.isfinite().all()
+    config = looped.gpt2_config(vocab_size=11, n_positions=9, d_model=8, n_heads=2, n_layers=1, mask_kind=mask_kind)
+    tokens = random_weights(looped.LoopedTransformer(config))
+    ids = torch.randint(11, (2, 6))
+    ids[1, 3:] = -100  # no row of the embedding
+    padded = looped.solve(tokens, ids, lengths=[6, 3])
+    alone = looped.solve(tokens, ids[1:, :3])
+    torch.testing.assert_close(padded.prediction[1, :3], alone.prediction[0], rtol=EAGER_BATCH, atol=EAGER_BATCH)
 
 
 def test_easy_neighbours_do_not_change_a_hard_prompt():

@@ -62,6 +62,9 @@ def test_learning_rate_warms_up_and_decays():
     assert config.lr_at(10) == pytest.approx(1.0)
     assert config.lr_at(60) == pytest.approx(0.5)
     assert config.lr_at(109) < 1e-3
+    run = Run.start(config)
+    for step in range(12):
+        assert run.advance()["lr"] == run.optimizer.param_groups[0]["lr"] == config.lr_at(step)
 
 
 def test_configuration_errors():
