@@ -154,8 +154,9 @@ def evaluate_command(
 
     from looped.report.tables import evaluation_tables
 
+    console = Console(width=None if sys.stdout.isatty() else 100)
     for table in evaluation_tables(result):
-        Console().print(table)
+        console.print(table)
 
 
 @main.command("train")

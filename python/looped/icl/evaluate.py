@@ -190,7 +190,10 @@ class _LoopedScorer(_Scorer):
         super().__init__(predictor, task)
         trained = predictor.n_loops_trained
         self.n_loops_shown = max(trained, 5 * trained if n_loops_shown is None else n_loops_shown)
-        self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown)) if n_loops_settling else None
+        self.settling: Settling | None = None
+        if n_loops_settling:
+            helps = not predictor.exit.is_fixed  # a model that is run for its trained loops alone is only watched
+            self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown), with_helps=helps)
         self.n_settling = 0
         self.by_loops, self.at_trained_loops = RunningCurve(), RunningCurve()
         self.loops_used: Counter[int] = Counter()

@@ -42,11 +42,11 @@ class Settling:
 
     ``plain``: plain iteration in the model's own precision; ``damped``: on_stall="damp"; ``anderson``: Anderson(3);
     ``float32_states``: plain iteration with the state rounded to float32 after each loop and float64 arithmetic inside a loop,
-    which tells the motion of the map from the rounding noise of float32 arithmetic.
+    which tells the motion of the map from the rounding noise of float32 arithmetic. Without `with_helps`, plain alone.
     """
 
-    def __init__(self, predictor: LoopedPredictor, n_loops: int) -> None:
-        self.predictor, self.n_loops = predictor, n_loops
+    def __init__(self, predictor: LoopedPredictor, n_loops: int, *, with_helps: bool = True) -> None:
+        self.predictor, self.n_loops, self.with_helps = predictor, n_loops, with_helps
         self.changes: list[Tensor] = []
         self.moving: list[Tensor] = []
         self.at_rest: dict[str, list[Tensor]] = {}
@@ -63,6 +63,8 @@ class Settling:
         self.changes.append(changes)
         self.moving.append(trace.moving[-1])
         self._note("plain", *first_rest(changes, self.rest.tol))
+        if not self.with_helps:
+            return plain
         for name, options in (("damped", {"on_stall": "damp"}), ("anderson", {"accelerate": Anderson(3)})):
             result = self._run(xs, ys, self.rest, **options)
             self._note(name, result.status == Status.CONVERGED, result.n_loops)

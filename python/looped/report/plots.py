@@ -50,7 +50,7 @@ def _curve(axes: Axes, xs: Any, curve: dict[str, Any], color: str, **style: Any)
 def _error_by_examples(axes: Axes, evaluation: Evaluation, colors: dict[str, Any]) -> None:
     for name, score in evaluation.scores.items():
         style: dict[str, Any] = dict(linewidth=2.2, zorder=3) if score.looped else dict(linewidth=1.2, linestyle="--")
-        label = name
+        label = name.replace("_", " ")
         if score.error_by_examples.n_prompts < evaluation.n_prompts:
             label += f" ({score.error_by_examples.n_prompts} prompts)"
         _curve(axes, range(evaluation.n_points), score.error_by_examples.to_dict(), colors[name], label=label, **style)

@@ -12,17 +12,18 @@ from looped.icl.evaluate import Evaluation
 def evaluation_tables(evaluation: Evaluation) -> list[Table]:
     """The error of every predictor at a few numbers of examples, and what the looped models' loops did."""
     n, d = evaluation.n_points, evaluation.n_dims
-    places = sorted({i for i in (0, d // 2, d, (3 * d) // 2, 2 * d, n - 1) if i < n})
-    errors = Table(title="squared error / variance of y, by examples (90 % interval at the last)", title_justify="left")
-    errors.add_column("predictor")
+    places = sorted({i for i in (d // 2, d, 2 * d, n - 1) if i < n})
+    errors = Table(title="squared error / variance of y, by examples in the prompt", title_justify="left")
+    errors.add_column("predictor", no_wrap=True)
     for place in places:
-        errors.add_column(str(place), justify="right")
-    errors.add_column("interval", justify="right")
-    errors.add_column("prompts", justify="right")
+        errors.add_column(str(place), justify="right", no_wrap=True)
+    errors.add_column(f"90 % interval at {n - 1}", justify="right", no_wrap=True)
+    errors.add_column("prompts", justify="right", no_wrap=True)
     for name, score in evaluation.scores.items():
         curve = score.error_by_examples
         cells = [_number(curve.mean[place]) for place in places]
-        errors.add_row(name, *cells, f"{_number(curve.low[-1])} .. {_number(curve.high[-1])}", f"{curve.n_prompts:,}")
+        interval = f"{_number(curve.low[-1])} - {_number(curve.high[-1])}"
+        errors.add_row(name.replace("_", " "), *cells, interval, f"{curve.n_prompts:,}")
     tables = [errors]
     for name, score in evaluation.scores.items():
         if score.looped:
@@ -49,16 +50,16 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     settling = looped.get("settling")
     if settling:
         for kind in ("plain", "damped", "anderson"):
-            share = settling[kind]
-            table.add_row(
-                f"at rest within {settling['n_loops']} loops, {kind}",
-                f"{share['rounding']:.1%} to rounding, {share['mean_loops']:.1f} loops on average"
-                + (f"; {share['bitwise']:.1%} to the last bit" if "bitwise" in share else ""),
-            )
+            if kind in settling:
+                share = settling[kind]
+                found = f"{share['rounding']:.1%}, after {share['mean_loops']:.0f} loops on average"
+                if "bitwise" in share:
+                    found += f"; {share['bitwise']:.1%} to the last bit"
+                table.add_row(f"at rest within {settling['n_loops']} loops, {kind}", found)
         if "float32_states" in settling:
             grid = settling["float32_states"]
             table.add_row(
-                "... float32 states, float64 arithmetic", f"{grid['bitwise']:.1%} of {grid['n_prompts']} to the last bit"
+                "... float64 arithmetic, float32 states", f"{grid['bitwise']:.1%} of {grid['n_prompts']} to the last bit"
             )
     return table
 
