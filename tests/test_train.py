@@ -234,3 +234,19 @@ def test_interrupt_finishes_the_step_and_saves(tmp_path, number):
     while run.step < state["step"]:
         run.advance()
     assert all(torch.equal(tensor, state["model"][name]) for name, tensor in run.model.state_dict().items())
+
+
+def test_without_injection_the_gradient_reaches_the_prompt():
+    for tied in (False, True):
+        config = tiny(tied=tied)
+        run = Run.start(config)
+        xs, ys = config.make_task().sample(3, 5, generator=torch.Generator().manual_seed(0))
+        squared, _ = window_errors(run.model, xs, ys, n_loops=4, window=2)
+        assert squared.shape == (3, 2, 5)
+        squared.mean().backward()
+        assert run.model.read_in.weight.grad.abs().max() > 0
+        whole = Run.start(config).model
+        predictions = whole(interleave(xs, ys), n_loops=4, return_predictions=True)[:, 2:]
+        (predictions - ys[:, None]).square().mean().backward()
+        same = torch.allclose(whole.read_in.weight.grad, run.model.read_in.weight.grad, rtol=1e-5, atol=1e-8)
+        assert same == tied

@@ -106,13 +106,19 @@ class Run:
 def window_errors(model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int, window: int) -> tuple[Tensor, Tensor]:
     """Errors of the last `window` loops (Yang et al., eq. 1), and how far the last loop still moved the state.
 
+    The loops before the window run without gradient, as the prompt enters every loop. Without injection it enters at Y_0 alone,
+    and truncation would leave its read-in untrained: the gradient then goes through all loops, as in the authors' code.
+
     Returns squared errors [B, window, n] of the predictions at every point, and ||Y_b - Y_{b-1}|| / ||Y_b|| [B], the
     denominator without gradient (zeros for a window of 1).
     """
+    n_before = n_loops - window
+    n_free = n_before if model.config.inject != "none" else 0
     predictions = []
     states: list[Tensor] = []
-    for state in model.iterate(interleave(xs, ys), n_loops, n_loop_start=n_loops - window):
-        predictions.append(model.read(state))
+    for t, state in enumerate(model.iterate(interleave(xs, ys), n_loops, n_loop_start=n_free), start=n_free):
+        if t >= n_before:
+            predictions.append(model.read(state))
         states = [*states[-1:], state]
     squared = (torch.stack(predictions, dim=1) - ys[:, None]).square()
     if len(states) < 2:
