@@ -37,7 +37,11 @@ class TrainConfig:
 
     Each step draws `batch_size` fresh prompts of `points` pairs with `dims` live coordinates, runs `loops` loops and takes
     the mean squared error of the last `window` loops' predictions at every point (truncated loss, eq. 1). The loops before
-    the window run without gradient.
+    the window run without gradient where the prompt is injected; the weight-tied twin keeps it through all of them.
+
+    From step `settle_from` on, the loss also asks states to come to rest, in the spirit of Bai et al. (2021), "Stabilizing
+    Equilibrium Models by Jacobian Regularization": `rest_weight` times the mean over prompts of the squared relative change
+    in the last loop, with 0 to `extra_loops` more loops (a new random number each step). The published recipe has neither.
 
     lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
     gradient's norm; None leaves it. save_every: steps between checkpoints that a killed run resumes from. keep_every:
