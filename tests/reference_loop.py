@@ -67,11 +67,12 @@ def reference(model, prompt, *, n_loops, rule="fixed", tol=0.0, patience=None, c
             ends = passed and (passes >= needed or g == 0) and t >= min_loops
             if rule not in ("fixed", "exact") and tol:
                 best, stuck = (g, 0) if g < 0.9 * best else (best, stuck + 1)
+                stuck = 0 if passed else stuck
             if passes and depth and not damped:
                 s_p = g
         if passes and depth and not damped:
             Y_next = F
-        stalled = stuck >= window
+        stalled = stuck >= window and t >= min_loops
         if ends:
             return F, used, "CONVERGED", residual
         if stalled and (on_stall == "exit" or (on_stall == "damp" and damped)):

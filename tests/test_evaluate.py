@@ -18,7 +18,7 @@ from looped.icl import curves
 from looped.icl import evaluate as evaluation_module
 from looped.icl.baselines import Averaging, LeastSquares
 from looped.icl.curves import RunningCurve
-from looped.icl.evaluate import Evaluation, batches, evaluate
+from looped.icl.evaluate import EVALUATION_STREAM, Evaluation, batches, evaluate
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.prompts import interleave
 from looped.icl.settling import Settling, Traced, first_rest, rests_on_float32_states
@@ -43,13 +43,17 @@ class Always:
         return prediction
 
 
+def evaluation_stream(seed):
+    return torch.Generator().manual_seed(EVALUATION_STREAM + seed)
+
+
 @pytest.mark.parametrize("n_prompts", [1, 100])
 def test_every_prompt_once_with_a_partial_last_batch(n_prompts):
     task = SparseLinearRegression(4, sparsity=2)
     predictor = Always(0.5)
     result = evaluate(task, [predictor], n_prompts=n_prompts, n_points=3, seed=3, batch_size=64)
     assert sum(shape[0] for shape in predictor.shapes) == n_prompts
-    pairs = task.sample(n_prompts, 3, generator=torch.Generator().manual_seed(3))
+    pairs = task.sample(n_prompts, 3, generator=evaluation_stream(3))
     expected = ((0.5 - pairs.ys) ** 2 / 2).mean(0)  # the error scale of the task is its sparsity
     curve = result.scores["always"].error_by_examples
     torch.testing.assert_close(torch.tensor(curve.mean), expected.double(), check_dtype=False)
@@ -120,7 +124,7 @@ def test_memory_is_bounded_and_the_mean_stays_exact(monkeypatch):
     running = RunningCurve()
     for part in rows.split(37):
         running.add(part)
-        assert len(running.blocks) + len(running.open) < 64 + 32
+        assert len(running.sums) <= 64
     curve = running.curve()
     torch.testing.assert_close(torch.tensor(curve.mean, dtype=torch.float64), rows.mean(0))
     width = np.array(curve.high) - np.array(curve.low)
@@ -137,7 +141,7 @@ def test_a_looped_models_report_is_what_solve_gives():
     rule = Relative(tol=1e-2)
     predictor = LoopedPredictor(model, exit=rule, n_loops=25)
     result = evaluate(task, [predictor], n_prompts=9, n_points=4, seed=1, batch_size=4, n_loops_settling=40)
-    pairs = task.sample(9, 4, generator=torch.Generator().manual_seed(1))
+    pairs = task.sample(9, 4, generator=evaluation_stream(1))
     x = interleave(*pairs)
     solved = looped.solve(model, x, exit=rule, n_loops=25)
     report = result.to_dict()["predictors"]["looped"]
@@ -186,16 +190,17 @@ def test_settling_counts_rest_and_cycles():
     study = Settling(LoopedPredictor(cycling), 60)
     study.add(xs, ys)
     report = study.report()
-    assert report["plain"] == {"rounding": 0.0, "bitwise": 0.0, "mean_loops": 60.0}
+    assert report["plain"] == {"rounding": 0.0, "bitwise": 0.0, "mean_loops": None}
     assert report["change_by_loops"][-1][0] > 1.0
-    assert report["damped"] == {"rounding": 0.0, "mean_loops": 35.0}  # a second stall ends it
+    assert report["damped"] == {"rounding": 0.0, "mean_loops": None}
 
 
 def test_first_rest_needs_two_in_a_row():
-    changes = torch.tensor([[1.0, 0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0, 1.0]])
+    changes = torch.tensor([[1.0, 0.1, 1.0, 0.1, 0.1], [1.0, 1.0, 0.1, 1.0, 0.1], [0.1, 0.1, 1.0, 1.0, 1.0]])
     found, loops = first_rest(changes, 0.5)
     assert found.tolist() == [True, False, True]
     assert loops.tolist() == [5, 5, 2]
+    assert first_rest(torch.tensor([[1.0, 0.0, 1.0]]), 0.5)[1].tolist() == [2]  # no change at all is rest at once
 
 
 def test_float32_states_agree_with_rounding_by_hand():

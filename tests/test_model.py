@@ -274,7 +274,8 @@ def test_solve_iter_is_solve_in_order_with_bounded_memory():
         assert result.n_loops == whole[i].n_loops
         torch.testing.assert_close(result.prediction, whole.prediction[i], rtol=1e-6, atol=1e-6)
     assert list(looped.solve_iter(model, [])) == []
-    with pytest.raises(ValueError, match="takes no lengths"):
-        next(looped.solve_iter(model, prompts, lengths=[1]))
+    for options in (dict(exit="contract"), dict(n_loops=-1), dict(batch_size=0), dict(backend="gpu")):
+        with pytest.raises(ValueError):  # at once, not at the first result
+            looped.solve_iter(model, prompts, **options)
     with pytest.raises(ValueError, match="counted from 10"):
         list(looped.solve_iter(model, [*prompts[:12], torch.zeros(3, 99)], batch_size=10))

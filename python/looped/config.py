@@ -112,6 +112,15 @@ class LoopedConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least {least}")
+        for name in ("n_dims", "vocab_size", "n_classes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least 1, or None")
+        if not isinstance(self.norm_eps, (int, float)) or self.norm_eps < 0:
+            raise ValueError(f"LoopedConfig: norm_eps={self.norm_eps!r} must be a number of at least 0")
+        for name in ("bias", "tie_readout"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"LoopedConfig: {name}={getattr(self, name)!r} must be true or false")
         needed = [
             (self.input_kind == "features", "n_dims", 'input_kind="features"'),
             (self.input_kind == "tokens", "vocab_size", 'input_kind="tokens"'),
@@ -141,14 +150,24 @@ class LoopedConfig:
         return self.n_heads * self.head_dim
 
     @property
+    def prediction_stride(self) -> int:
+        """Tokens from one prediction to the next; 1 without a read-out, where the state itself is returned."""
+        return self.read_stride if self.readout != "none" else 1
+
+    @property
     def readout_width(self) -> int:
         """Numbers read at one position: 1, n_classes, vocab_size, or 0 without a read-out."""
         widths = {"scalar": 1, "classes": self.n_classes, "vocabulary": self.vocab_size, "none": 0}
         return widths[self.readout] or 0
 
     def replace(self, **changes: Any) -> LoopedConfig:
-        """A copy with some fields changed, checked like a new one."""
-        return LoopedConfig.from_dict(self.to_dict() | changes)
+        """A copy with some fields changed, checked like a new one. Widths that followed from others follow again."""
+        fields = self.to_dict()
+        if self.head_dim is not None and self.head_dim * self.n_heads == self.d_model:
+            fields["head_dim"] = None
+        if self.d_ff == 4 * self.d_model:
+            fields["d_ff"] = None
+        return LoopedConfig.from_dict(fields | changes)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""

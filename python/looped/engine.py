@@ -15,7 +15,7 @@ from looped.accelerate import Anderson, make_acceleration
 from looped.backends import eager
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import LoopResult, LoopSpec, LoopState, PromptResult
-from looped.model import LoopedTransformer, loop_count
+from looped.model import LoopedTransformer, loop_count, own_tokens
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
@@ -31,7 +31,7 @@ def solve(
     exit: ExitRule | str | None = None,
     on_stall: str = "ignore",
     accelerate: Anderson | str | None = None,
-    state: LoopState | Tensor | Sequence[Tensor] | None = None,
+    state: LoopState | Prompts | None = None,
     return_predictions: bool = False,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
@@ -60,54 +60,88 @@ def solve(
     Raises ValueError or TypeError, naming the prompt, for what does not fit the model. A prompt that holds NaN or infinity ends
     as Status.NONFINITE and leaves its neighbours alone.
     """
+    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
+    return _run(_in_dtype(model, dtype), prompts, lengths, spec, state, backend)
+
+
+def solve_iter(
+    model: LoopedTransformer,
+    prompts: Iterable[Tensor | np.ndarray],
+    *,
+    batch_size: int = 256,
+    n_loops: int | None = None,
+    exit: ExitRule | str | None = None,
+    on_stall: str = "ignore",
+    accelerate: Anderson | str | None = None,
+    return_predictions: bool = False,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Iterator[PromptResult]:
+    """`solve` for any number of prompts, in order, in memory bounded by `batch_size` prompts.
+
+    prompts: an iterable of single prompts ([T_i, n_dims], [T_i] or [T_i, C]), read as results are asked for. The other
+    parameters are those of `solve`. Raises at once for wrong ones, and names the batch of a wrong prompt when it comes to it.
+    """
+    if batch_size < 1:
+        raise ValueError(f"solve_iter: batch_size={batch_size} must be at least 1")
+    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
+    model = _in_dtype(model, dtype)
+
+    def results() -> Iterator[PromptResult]:
+        waiting: list[Tensor | np.ndarray] = []
+        n_done = 0
+        for prompt in prompts:
+            waiting.append(prompt)
+            if len(waiting) == batch_size:
+                yield from one_batch(waiting, n_done)
+                n_done += len(waiting)
+                waiting = []
+        if waiting:
+            yield from one_batch(waiting, n_done)
+
+    def one_batch(batch: list[Tensor | np.ndarray], n_done: int) -> Iterator[PromptResult]:
+        try:
+            result = _run(model, batch, None, spec, None, backend)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{error} (prompts of this batch are counted from {n_done})") from error
+        for i in range(len(result)):
+            yield result[i]
+
+    return results()
+
+
+def _spec(
+    model: LoopedTransformer,
+    n_loops: int | None,
+    exit: ExitRule | str | None,
+    on_stall: str,
+    accelerate: Anderson | str | None,
+    return_predictions: bool,
+    backend: str,
+) -> LoopSpec:
     if backend not in BACKENDS:
         raise ValueError(f"solve: backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    spec = LoopSpec(
+    return LoopSpec(
         n_loops=loop_count(model.config.n_loops if n_loops is None else n_loops),
         rule=make_exit(exit),
         on_stall=on_stall,
         accelerate=make_acceleration(accelerate),
         return_predictions=return_predictions,
     )
-    model = _in_dtype(model, dtype)
-    batch = _Batch.of(model, prompts, lengths)
+
+
+def _run(
+    model: LoopedTransformer,
+    prompts: Prompts,
+    lengths: Tensor | Sequence[int] | None,
+    spec: LoopSpec,
+    state: LoopState | Prompts | None,
+    backend: str,
+) -> LoopResult:
+    batch = _Batch.of(model, prompts, lengths, state)
     result = eager.run(model, batch.tokens, batch.lengths, spec, batch.state(model, state))
     reason = "asked for" if backend == "eager" else "the only backend of this build"
     return dataclasses.replace(batch.like_input(model, result), reason=reason)
-
-
-def solve_iter(
-    model: LoopedTransformer, prompts: Iterable[Tensor | np.ndarray], *, batch_size: int = 256, **options: Any
-) -> Iterator[PromptResult]:
-    """`solve` for any number of prompts, in order, in memory bounded by `batch_size` prompts.
-
-    prompts: an iterable of single prompts ([T_i, n_dims], [T_i] or [T_i, C]), read as results are asked for. options: as in
-    `solve`, without lengths and state.
-    """
-    if batch_size < 1:
-        raise ValueError(f"solve_iter: batch_size={batch_size} must be at least 1")
-    refused = sorted({"lengths", "state"} & set(options))
-    if refused:
-        raise ValueError(f"solve_iter: takes no {', '.join(refused)}; prompts are single tensors of their own length")
-    waiting: list[Tensor | np.ndarray] = []
-    n_done = 0
-
-    def results() -> Iterator[PromptResult]:
-        try:
-            result = solve(model, waiting, **options)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{error} (prompts of this batch are counted from {n_done})") from error
-        for i in range(len(result)):
-            yield result[i]
-
-    for prompt in prompts:
-        waiting.append(prompt)
-        if len(waiting) == batch_size:
-            yield from results()
-            n_done += len(waiting)
-            waiting = []
-    if waiting:
-        yield from results()
 
 
 def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTransformer:
@@ -128,7 +162,7 @@ class _Batch:
     is_list: bool
 
     @classmethod
-    def of(cls, model: LoopedTransformer, prompts: Prompts, lengths: Tensor | Sequence[int] | None) -> _Batch:
+    def of(cls, model: LoopedTransformer, prompts: Prompts, lengths: Tensor | Sequence[int] | None, state: Any) -> _Batch:
         is_list = not isinstance(prompts, (Tensor, np.ndarray))
         if is_list:
             if lengths is not None:
@@ -147,21 +181,22 @@ class _Batch:
                 "positions; shorten it or use a model with more positions"
             )
         n_tokens = tokens.shape[1]
-        tokens = tokens[:, : max(1, longest)]
-        if tokens.shape[1] == 0:  # one row of padding, so that no backend meets an empty dimension
-            tokens = tokens.new_zeros(tokens.shape[0], 1, *tokens.shape[2:])
+        width = max(1, longest)  # at least one row of padding, so that no backend meets an empty dimension
+        if isinstance(state, LoopState):
+            width = max(width, state.y.shape[1])  # it may come from a batch with longer prompts
+        tokens = _resize(tokens, 1, width)
         is_full = all(length == tokens.shape[1] for length in own_lengths)
-        padded = None if is_full else torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
-        batch = cls(tokens, padded, own_lengths, n_tokens, is_list)
+        of_prompts = torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
+        batch = cls(tokens, None if is_full else of_prompts, own_lengths, n_tokens, is_list)
         if config.input_kind == "tokens":
-            batch.check_ids(model)
+            batch.check_ids(model, own_tokens(tokens.shape[1], of_prompts))
         return batch
 
-    def check_ids(self, model: LoopedTransformer) -> None:
+    def check_ids(self, model: LoopedTransformer, own: Tensor | None) -> None:
         size = model.config.vocab_size or 0
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        own = place < torch.tensor(self.own_lengths, device=place.device).reshape(-1, 1)
-        wrong = own & ((self.tokens < 0) | (self.tokens >= size))
+        wrong = (self.tokens < 0) | (self.tokens >= size)
+        if own is not None:
+            wrong &= own
         if wrong.any():
             row, column = (int(x) for x in wrong.nonzero()[0])
             raise ValueError(
@@ -169,22 +204,24 @@ class _Batch:
                 f"but ids must lie in 0 .. {size - 1}"
             )
 
-    def state(self, model: LoopedTransformer, state: LoopState | Tensor | Sequence[Tensor] | None) -> LoopState | Tensor | None:
+    def state(self, model: LoopedTransformer, state: LoopState | Prompts | None) -> LoopState | Tensor | None:
         """The caller's state, padded like the tokens."""
         if state is None:
             return None
         if isinstance(state, LoopState):
-            if state.y.shape[:2] != self.tokens.shape[:2]:
+            expected = (*self.tokens.shape[:2], model.config.d_model)
+            if state.y.shape != expected:
                 raise ValueError(
-                    f"solve: state is of {state.y.shape[0]} prompts padded to {state.y.shape[1]} tokens, but the prompts are "
-                    f"{self.tokens.shape[0]} of {self.tokens.shape[1]}; resume with the same prompts"
+                    f"solve: state is {list(state.y.shape)} but the prompts have {list(expected)}; resume with the same ones"
                 )
             if state.y.dtype != next(model.parameters()).dtype:
                 raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
             return state
         parameter = next(model.parameters())
+        if isinstance(state, np.ndarray):
+            state = torch.tensor(state)
         if not isinstance(state, Tensor):
-            state = torch.nn.utils.rnn.pad_sequence(list(state), batch_first=True)
+            state = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(y) for y in state], batch_first=True)
         padded = state.new_zeros(len(self.tokens), self.tokens.shape[1], model.config.d_model)
         if state.shape[0] != len(self.tokens) or state.shape[2:] != padded.shape[2:] or state.shape[1] < max(self.own_lengths):
             raise ValueError(
@@ -196,7 +233,7 @@ class _Batch:
 
     def like_input(self, model: LoopedTransformer, result: LoopResult) -> LoopResult:
         """The result as lists, or padded to as many tokens as the input."""
-        stride = model.config.read_stride if model.config.readout != "none" else 1
+        stride = model.config.prediction_stride
         fields: dict[str, Any] = {}
         for name, dim, per in (("y", 1, 1), ("prediction", 1, stride), ("predictions", 2, stride), ("n_loops_by_token", 1, 1)):
             tensor = getattr(result, name)

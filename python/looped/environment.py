@@ -33,7 +33,7 @@ def environment() -> dict[str, dict[str, Any]]:
         devices |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     else:
         devices["cuda"] = "none: " + ("this torch is built without CUDA" if torch.version.cuda is None else "no device found")
-    backends = {name: "works on every device of PyTorch" for name in BACKENDS if name != "auto"}
+    backends = {name: "works on CPU and CUDA tensors" for name in BACKENDS if name != "auto"}
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
 
 

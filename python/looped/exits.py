@@ -8,6 +8,7 @@ backend.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Callable
@@ -57,7 +58,7 @@ class Step(NamedTuple):
 class ExitRule:
     """Fields that all rules share.
 
-    check_every: the rule is asked when the loop count is a multiple of this.
+    check_every: the rule is asked at loops that are a multiple of this.
     min_loops: no exit before this many loops.
     scope: ``"prompt"``, or ``"prefix"``: every token is judged, and the longest prefix that has passed is frozen.
     stall_window: checks in a row without progress (g below 0.9 of its best) that make a stall.
@@ -178,15 +179,15 @@ class Readout(ToleranceRule):
     """The prompt's predictions change by at most tol of their norm since the previous check (0 / 0 = 0).
 
     Passes `patience` times in a row. With scope="prefix" a token is judged by the prediction read at it; a token that
-    nothing is read from always passes.
+    nothing is read from, by g <= tol * n, because later tokens read its state for as long as they move.
     """
 
     patience: int = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.patience < 1:
-            raise ValueError(f"Readout: patience={self.patience} must be at least 1")
+        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"Readout: patience={self.patience!r} must be an integer of at least 1")
 
     @property
     def n_passes(self) -> int:
@@ -198,18 +199,14 @@ class Readout(ToleranceRule):
     def update(self, memory: Memory, step: Step) -> Tensor:
         now = step.predict().to(torch.float64)
         before = memory.get("prediction", torch.zeros_like(now))
-        due = step.t % self.check_every == 0
-        change, size = ((x.reshape(x.shape[0], x.shape[1], -1)).norm(dim=-1) for x in (now - before, now))  # [n, N]
+        known = memory["has_prediction"]
+        change, size = (x.reshape(x.shape[0], x.shape[1], -1).norm(dim=-1) for x in (now - before, now))  # [n, N]
         if step.is_per_token:
-            at_token = torch.zeros_like(step.g)
-            at_token[:, :: step.read_stride] = torch.where(change <= self.tol * size, 0.0, 1.0).to(at_token)
-            passed = at_token == 0
-            known = memory["has_prediction"][:, None]
+            passed, known = step.g <= self.tol * step.n, known[:, None]
+            passed[:, :: step.read_stride] = change <= self.tol * size
         else:
             passed = change.norm(dim=-1) <= self.tol * size.norm(dim=-1)
-            known = memory["has_prediction"]
-        memory["prediction"] = torch.where(due.reshape(-1, *[1] * (now.dim() - 1)), now, before)
-        memory["has_prediction"] = memory["has_prediction"] | due
+        memory["prediction"], memory["has_prediction"] = now, torch.ones_like(memory["has_prediction"])
         return (passed & known) | (step.g == 0)
 
 
@@ -225,18 +222,20 @@ RULES: dict[str, type[ExitRule]] = {
 
 def make_exit(rule: ExitRule | str | None, **fields: Any) -> ExitRule:
     """The rule itself, a rule by its name in `RULES` with some fields set, or `Fixed` for None."""
-    if rule is None:
-        return Fixed()
-    if isinstance(rule, ExitRule):
-        return rule
-    if not isinstance(rule, str):
-        raise TypeError(
-            f"exit must be an exit rule, its name or None, got {type(rule).__name__}; subclass ExitRule for your own"
-        )
-    if rule not in RULES:
-        nearest = difflib.get_close_matches(rule, RULES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"exit={rule!r} is not a rule; did you mean {nearest!r}? (of {', '.join(RULES)})")
-    return RULES[rule](**fields)
+    if isinstance(rule, str):
+        if rule not in RULES:
+            nearest = difflib.get_close_matches(rule, RULES, n=1, cutoff=0.0)[0]
+            raise ValueError(f"exit={rule!r} is not a rule; did you mean {nearest!r}? (of {', '.join(RULES)})")
+        known = [f.name for f in dataclasses.fields(RULES[rule])]
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"exit {rule!r} has no {name}; it has {', '.join(known)}")
+        return RULES[rule](**fields)
+    if rule is not None and not isinstance(rule, ExitRule):
+        raise TypeError(f"exit must be a rule, its name or None, got {type(rule).__name__}; subclass ExitRule for your own")
+    if fields:
+        raise ValueError(f"make_exit: {', '.join(fields)} go with the name of a rule, got {rule!r}")
+    return Fixed() if rule is None else rule
 
 
 class Watch:
@@ -274,12 +273,13 @@ class Watch:
     def enough(self, live: Memory, step: Step) -> Tensor:
         """Which units have passed often enough at a check of this loop: bool, the shape of step.g."""
         rule = self.rule
-        due = unit_mask(step.t % rule.check_every == 0, step.g)
+        due_prompts = step.t % rule.check_every == 0
+        if not due_prompts.any():
+            return torch.zeros_like(step.g, dtype=torch.bool)
+        due = unit_mask(due_prompts, step.g)
         t = step.t if step.g.dim() == 1 else step.t[:, None].expand_as(step.g)
         rho = (step.s / live["s_prev"]) ** (1.0 / (t - live["t_prev"]))
-        own = {name.removeprefix("rule."): value for name, value in live.items() if name.startswith("rule.")}
-        passed = due & rule.update(own, step._replace(rho=rho))
-        live.update({f"rule.{name}": value for name, value in own.items()})
+        passed = due & self._ask(live, step._replace(rho=rho), due_prompts)
         live["passes"] = torch.where(due, torch.where(passed, live["passes"] + 1, 0), live["passes"])
         live["s_prev"] = torch.where(due, step.s, live["s_prev"])
         live["t_prev"] = torch.where(due, t, live["t_prev"])
@@ -287,16 +287,30 @@ class Watch:
             return torch.zeros_like(passed)
         return passed & ((live["passes"] >= rule.n_passes) | (step.g == 0)) & (t >= rule.min_loops)
 
-    def stalled(self, live: Memory, t: Tensor, g: Tensor) -> Tensor:
-        """Which prompts have gone `stall_window` checks without progress: bool [n]. g: float64 [n]."""
+    def _ask(self, live: Memory, step: Step, due: Tensor) -> Tensor:
+        """The rule's answer; prompts that are not due keep its memory as it was."""
+        before = {name.removeprefix("rule."): value for name, value in live.items() if name.startswith("rule.")}
+        now = dict(before)
+        passed = self.rule.update(now, step)
+        for name, value in now.items():
+            if name in before and not due.all():
+                value = torch.where(due.reshape(-1, *[1] * (value.dim() - 1)), value, before[name])
+            live[f"rule.{name}"] = value
+        return passed
+
+    def stalled(self, live: Memory, t: Tensor, g: Tensor, passing: Tensor) -> Tensor:
+        """Which prompts have gone `stall_window` checks without progress: bool [n].
+
+        g: float64 [n]. Progress is a g below 0.9 of its best, or a check that the rule passes (passing, bool [n]).
+        """
         if self.rule.is_fixed or not self.rule.can_stall:
             return torch.zeros_like(t, dtype=torch.bool)
         due = t % self.rule.check_every == 0
         gains = due & (g < STALL_GAIN * live["best_g"])
         live["best_g"] = torch.where(gains, g, live["best_g"])
-        count = torch.where(gains, 0, live["checks_without_gain"] + due.long())
+        count = torch.where(gains | (due & passing), 0, live["checks_without_gain"] + due.long())
         live["checks_without_gain"] = count
-        return count >= self.rule.stall_window
+        return (count >= self.rule.stall_window) & (t >= self.rule.min_loops)
 
 
 def unit_mask(prompts: Tensor, units: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson
-from looped.exits import ExitRule, Memory
+from looped.exits import Exact, ExitRule, Memory
 
 
 class Status(IntEnum):
@@ -40,6 +40,8 @@ class LoopSpec:
             raise ValueError(f"solve: on_stall={self.on_stall!r} is not one of {', '.join(ON_STALL)}")
         if self.rule.min_loops > self.n_loops:
             raise ValueError(f"solve: min_loops={self.rule.min_loops} is more than n_loops={self.n_loops}")
+        if isinstance(self.rule, Exact) and self.accelerate is not None:
+            raise ValueError('solve: exit="exact" is for programs, which are never accelerated; drop accelerate')
         if self.rule.scope == "prefix" and (self.accelerate is not None or self.on_stall == "damp"):
             raise ValueError(
                 'solve: scope="prefix" needs plain iteration, because Anderson steps and damping make a token depend on '
@@ -70,14 +72,19 @@ class LoopState:
     stopping: tuple[object, ...]
 
     def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
-        """The states of some prompts."""
-        rows = torch.as_tensor(prompts, dtype=torch.long, device=self.y.device)
+        """The states of some prompts: their numbers, or a bool mask [B]."""
+        rows = torch.as_tensor(prompts, device=self.y.device)
+        if rows.dtype == torch.bool:
+            if rows.shape != self.y.shape[:1]:
+                raise ValueError(f"LoopState.select: a mask must be [{len(self.y)}], got {list(rows.shape)}")
+            rows = rows.nonzero().squeeze(-1)
+        rows = rows.long()
         return LoopState(self.y[rows], {name: tensor[rows] for name, tensor in self.memory.items()}, self.stopping)
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt's result: the fields of `LoopResult` without the batch."""
+    """One prompt's result, in memory of its own: the fields of `LoopResult` without the batch."""
 
     y: Tensor
     prediction: Tensor
@@ -85,6 +92,7 @@ class PromptResult:
     status: Status
     residual: float
     predictions: Tensor | None
+    n_loops_by_token: Tensor | None
     state: LoopState
 
 
@@ -98,9 +106,10 @@ class LoopResult:
     status: int64 [B], values of `Status`.
     residual: float64 [B], ||F - Y|| / ||F|| of the last loop; NaN where no loop has run.
     predictions: after every loop, [B, L, ...] or a list of [L, ...], when asked for; entries after a prompt's exit
-        repeat its last one. A resumed call gives the loops it ran, from the least advanced prompt on.
+        repeat its last one. A resumed call gives the loops it ran, from the least advanced prompt on; the entries of loops
+        that a prompt had behind it are NaN.
     n_loops_by_token: int64 [B, T], the loop at which a token was frozen (scope="prefix"), else None.
-    state: resumes, see `LoopState`.
+    state: resumes, see `LoopState`. It shares its memory with y.
     backend, reason: what ran it, and why that one.
     """
 
@@ -120,12 +129,14 @@ class LoopResult:
 
     def __getitem__(self, i: int) -> PromptResult:
         """The result of prompt i."""
+        predictions, by_token = self.predictions, self.n_loops_by_token
         return PromptResult(
-            y=self.y[i],
-            prediction=self.prediction[i],
+            y=self.y[i].clone(),
+            prediction=self.prediction[i].clone(),
             n_loops=int(self.n_loops[i]),
             status=Status(int(self.status[i])),
             residual=float(self.residual[i]),
-            predictions=None if self.predictions is None else self.predictions[i],
+            predictions=None if predictions is None else predictions[i].clone(),
+            n_loops_by_token=None if by_token is None else by_token[i].clone(),
             state=self.state.select([range(len(self))[i]]),
         )

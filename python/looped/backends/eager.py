@@ -14,7 +14,7 @@ from torch import Tensor
 from looped.backends.eager_prefix import PrefixScope
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, Memory, Step, Watch
 from looped.loop import LoopResult, LoopSpec, LoopState, Status
-from looped.model import LoopedTransformer
+from looped.model import LoopedTransformer, clear_padding, own_tokens
 
 DAMPING = 0.5  # a in Y' = Y + a (F - Y), once a prompt has stalled under on_stall="damp"
 
@@ -37,6 +37,9 @@ class Scope(Protocol):
     def at_rest(self, live: Memory, enough: Tensor) -> Tensor:
         """Which prompts have come to rest, given the units with enough passes."""
 
+    def all_pass(self, live: Memory, passed: Tensor) -> Tensor:
+        """Which prompts have no moving unit that failed, given the units that passed."""
+
 
 class PromptScope:
     """A unit is a prompt: one rule, one exit."""
@@ -58,6 +61,9 @@ class PromptScope:
 
     def at_rest(self, live: Memory, enough: Tensor) -> Tensor:
         return enough
+
+    def all_pass(self, live: Memory, passed: Tensor) -> Tensor:
+        return passed
 
 
 @torch.no_grad()
@@ -105,10 +111,9 @@ class EagerLoop:
             if state.stopping == self.spec.stopping:
                 return live | state.memory
             live["done"] = live["status"] == Status.NONFINITE
+            live["status"] = torch.where(live["done"], live["status"], Status.MAX_LOOPS)
         else:
-            Y = self.model.initial_state(P, given)
-            if lengths is not None:
-                Y = Y.masked_fill(torch.arange(Y.shape[1], device=Y.device)[:, None] >= lengths[:, None, None], 0)
+            Y = clear_padding(self.model.initial_state(P, given).clone(), own_tokens(P.shape[1], lengths))
             zeros = torch.zeros(len(P), dtype=torch.int64, device=P.device)
             live |= {"F": Y, "Y": Y, "t": zeros, "done": zeros.bool(), "status": zeros + Status.MAX_LOOPS}
             live["residual"] = torch.full_like(zeros, torch.nan, dtype=torch.float64)
@@ -134,7 +139,8 @@ class EagerLoop:
         step = self.describe(live, Y, F, g, n, s)
         nonfinite = ~(torch.isfinite(prompt_g) & torch.isfinite(prompt_n))
         at_rest = scope.at_rest(live, self.watch.enough(live, step)) & ~nonfinite
-        stalled = self.watch.stalled(live, live["t"], moving_g)
+        passing = scope.all_pass(live, live["passes"] > 0)
+        stalled = self.watch.stalled(live, live["t"], moving_g, passing)
         live["Y"] = self.confirm_plainly(live, next_Y, F, g)
 
         ends_by_stall = stalled & (live["damped"] if spec.on_stall == "damp" else spec.on_stall == "exit")
@@ -179,7 +185,7 @@ class EagerLoop:
             predict()
         phi = ROUNDING_LEVEL[PRECISION_OF[F.dtype]]
         rho = torch.full_like(g, torch.nan)  # the watch knows the check before
-        return Step(live["t"], g, n, s, rho, Y, F, predict, phi, self.model.config.read_stride)
+        return Step(live["t"], g, n, s, rho, Y, F, predict, phi, self.model.config.prediction_stride)
 
 
 class Finished:
@@ -217,7 +223,7 @@ class Finished:
         assert self.memory is not None
         memory = {name: tensor for name, tensor in self.memory.items() if name not in ("P", "lengths", "index")}
         y = memory.pop("F")
-        if spec.is_plain:
+        if spec.is_plain and bool((memory["t"] > first_t).all()):
             memory.pop("Y")  # F itself
         prediction = model.read(y, lengths)
         predictions = self._stack(prediction, memory["t"], first_t, spec.n_loops) if spec.return_predictions else None
@@ -235,9 +241,11 @@ class Finished:
         )
 
     def _stack(self, last: Tensor, t: Tensor, first_t: Tensor, n_loops: int) -> Tensor:
-        """[B, L, ...] from the notes; a prompt's entries after its exit, or before its first loop here, hold still."""
+        """[B, L, ...] from the notes; entries after a prompt's exit hold still, those before its first loop here are NaN."""
         start = int(first_t.min()) if len(first_t) else 0
         stacked = last[:, None].repeat(1, max(0, n_loops - start), *[1] * (last.dim() - 1))
+        behind = torch.arange(start, start + stacked.shape[1], device=t.device) < first_t[:, None]
+        stacked[behind] = torch.nan
         for index, at, prediction in self.predictions:
             stacked[index, at - start - 1] = prediction
         return stacked

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from looped.exits import Memory
-from looped.model import Block, LoopedTransformer
+from looped.model import Block, LoopedTransformer, own_tokens
 
 
 class PrefixScope:
@@ -40,8 +40,11 @@ class PrefixScope:
 
     def moving(self, live: Memory) -> Tensor:
         """bool [n, T]: own tokens that are not frozen."""
-        place = torch.arange(live["P"].shape[1], device=live["P"].device)
-        return (place >= live["prefix.frozen"][:, None]) & (place < live["prefix.lengths"][:, None])
+        n_tokens = live["P"].shape[1]
+        own, frozen = (own_tokens(n_tokens, live[name]) for name in ("prefix.lengths", "prefix.frozen"))
+        assert own is not None
+        assert frozen is not None
+        return own & ~frozen
 
     def image(self, live: Memory) -> Tensor:
         """F [n, T, C]: M on the suffixes; frozen tokens keep their state."""
@@ -87,6 +90,9 @@ class PrefixScope:
         live["prefix.n"] = torch.where(moving, n, live["prefix.n"])
         live["prefix.n_loops"] = torch.where(moving, live["t"][:, None] + 1, live["prefix.n_loops"])
         return g.norm(dim=1), live["prefix.g"].norm(dim=1), live["prefix.n"].norm(dim=1)
+
+    def all_pass(self, live: Memory, passed: Tensor) -> Tensor:
+        return (passed | ~self.moving(live)).all(dim=1)
 
     def at_rest(self, live: Memory, enough: Tensor) -> Tensor:
         frozen, lengths = live["prefix.frozen"], live["prefix.lengths"]

@@ -16,59 +16,73 @@ CONFIDENCE = 0.90
 
 @dataclass(frozen=True)
 class Curve:
-    """A mean at each place of a curve, with the limits of its 90 % interval; NaN where nothing was measured."""
+    """A mean at each place of a curve, with the limits of its 90 % interval; NaN where nothing was measured.
+
+    Prompts without a finite value at a place do not count there: n_missing says how many.
+    """
 
     mean: list[float]
     low: list[float]
     high: list[float]
     n_prompts: int
+    n_missing: list[int]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, None for NaN."""
         values = asdict(self)
-        return {k: [None if math.isnan(x) else x for x in v] if isinstance(v, list) else v for k, v in values.items()}
+        return {k: [None if x != x else x for x in v] if isinstance(v, list) else v for k, v in values.items()}
 
 
 class RunningCurve:
     """Collects rows [K], one per prompt, and gives their mean and its bootstrap interval.
 
-    Up to `MAX_BLOCKS` prompts every row is kept and the bootstrap is over prompts; beyond, it is over means of equal blocks of
-    prompts, which are as independent.
+    Up to `MAX_BLOCKS` prompts every row is kept and the bootstrap is over prompts; beyond, it is over equal blocks of prompts,
+    which are as independent.
     """
 
     def __init__(self) -> None:
         self.block_size = 1
-        self.blocks: list[np.ndarray] = []  # means of whole blocks
-        self.open: list[np.ndarray] = []  # rows of the block being filled
+        self.sums: list[np.ndarray] = []  # over whole blocks, the last one still being filled
+        self.counts: list[np.ndarray] = []
+        self.n_open = 0  # prompts of the last block
         self.n_prompts = 0
 
     def add(self, rows: Tensor) -> None:
-        """rows: real [B, K], one for each prompt, in order."""
+        """rows: real [B, K], one for each prompt, in order; NaN or infinity where there is no value."""
         for row in rows.detach().double().cpu().numpy():
             self.n_prompts += 1
-            self.open.append(row)
-            if len(self.open) == self.block_size:
-                self.blocks.append(np.mean(self.open, axis=0))
-                self.open = []
-                if len(self.blocks) == MAX_BLOCKS:
-                    self.blocks = list(np.stack(self.blocks).reshape(MAX_BLOCKS // 2, 2, -1).mean(axis=1))
-                    self.block_size *= 2
+            if not self.n_open:
+                self.sums.append(np.zeros_like(row))
+                self.counts.append(np.zeros(len(row), dtype=np.int64))
+            finite = np.isfinite(row)
+            self.sums[-1] += np.where(finite, row, 0.0)
+            self.counts[-1] += finite
+            self.n_open = (self.n_open + 1) % self.block_size
+            if len(self.sums) == MAX_BLOCKS and not self.n_open:
+                self.sums = list(np.stack(self.sums).reshape(MAX_BLOCKS // 2, 2, -1).sum(axis=1))
+                self.counts = list(np.stack(self.counts).reshape(MAX_BLOCKS // 2, 2, -1).sum(axis=1))
+                self.block_size *= 2
 
     def curve(self, seed: int = 0) -> Curve:
-        """The curve so far. The interval needs two blocks; below that its limits are NaN."""
+        """The curve so far. The interval needs two prompts; below that its limits are NaN."""
         if not self.n_prompts:
-            return Curve([], [], [], 0)
-        weights = [self.block_size] * len(self.blocks) + ([len(self.open)] if self.open else [])
-        means = [*self.blocks, *([np.mean(self.open, axis=0)] if self.open else [])]
-        mean = np.average(np.stack(means), axis=0, weights=weights)
-        low, high = np.full_like(mean, math.nan), np.full_like(mean, math.nan)
-        measured = np.isfinite(mean)
-        if len(self.blocks) >= 2 and measured.any():
+            return Curve([], [], [], 0, [])
+        sums, counts = np.stack(self.sums), np.stack(self.counts)
+        total = counts.sum(axis=0)
+        measured = total > 0
+        mean, low, high = (np.full(sums.shape[1], math.nan) for _ in range(3))
+        mean[measured] = sums.sum(axis=0)[measured] / total[measured]
+        if len(sums) >= 2 and measured.any():
             from scipy.stats import bootstrap
 
+            def ratio(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+                return sums.sum(axis=axis) / np.maximum(counts.sum(axis=axis), 1)
+
             result = bootstrap(
-                (np.stack(self.blocks)[:, measured],),
-                np.mean,
+                (sums[:, measured], counts[:, measured]),
+                ratio,
+                paired=True,
+                vectorized=True,
                 axis=0,
                 n_resamples=N_RESAMPLES,
                 confidence_level=CONFIDENCE,
@@ -77,4 +91,5 @@ class RunningCurve:
                 rng=np.random.default_rng(seed),
             )
             low[measured], high[measured] = result.confidence_interval
-        return Curve(mean.tolist(), low.tolist(), high.tolist(), self.n_prompts)
+        missing = (self.n_prompts - total).tolist()
+        return Curve(mean.tolist(), low.tolist(), high.tolist(), self.n_prompts, missing)

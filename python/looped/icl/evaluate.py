@@ -23,10 +23,11 @@ from looped.icl.curves import Curve, RunningCurve
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.settling import Settling
 from looped.icl.tasks import Pairs, Task
-from looped.loop import Status
+from looped.loop import LoopResult, Status
 
 log = logging.getLogger(__name__)
 
+EVALUATION_STREAM = 1 << 40  # added to the seed
 N_PROMPTS = 1280  # of the papers' figures
 SLOW_PROMPTS = 128  # at most, for a baseline whose cost is "slow"
 SETTLING_PROMPTS = 1280  # at most, for the study of states far past the trained loops
@@ -122,7 +123,8 @@ def evaluate(
     says how many).
 
     n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops.
-    n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out.
+    n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out. The first looped model is also
+        studied damped, accelerated and on float32 states, the others plain alone.
     progress: called with a predictor's name and the number of prompts it has just finished.
     """
     if n_prompts < 1 or n_points < 1 or batch_size < 1:
@@ -136,7 +138,8 @@ def evaluate(
             log.warning("left out: %s", predictor.why_unavailable)
             continue
         if isinstance(predictor, LoopedPredictor):
-            scorers.append(_LoopedScorer(predictor, task, n_loops_shown, n_loops_settling))
+            is_first = not any(isinstance(scorer, _LoopedScorer) for scorer in scorers)
+            scorers.append(_LoopedScorer(predictor, task, n_loops_shown, n_loops_settling, with_helps=is_first))
         else:
             scorers.append(_Scorer(predictor, task))
     for pairs in batches(task, n_prompts, n_points, seed, batch_size):
@@ -149,8 +152,8 @@ def evaluate(
 
 
 def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:
-    """The first n_prompts prompts of a seed; the batch size does not change them."""
-    generator = torch.Generator().manual_seed(seed)
+    """The first n_prompts prompts of a seed; the batch size does not change them, and no training seed draws them."""
+    generator = torch.Generator().manual_seed(EVALUATION_STREAM + seed)
     for start in range(0, n_prompts, batch_size):
         yield task.sample(min(batch_size, n_prompts - start), n_points, generator=generator)
 
@@ -175,7 +178,7 @@ class _Scorer:
         return self.predictor.predict(xs, ys)
 
     def errors(self, predictions: Tensor, ys: Tensor) -> Tensor:
-        return (predictions.double() - ys.double()).square() / self.task.error_scale
+        return (predictions.cpu().double() - ys.double()).square() / self.task.error_scale
 
     def score(self) -> Score:
         return Score(self.by_examples.curve())
@@ -186,14 +189,15 @@ class _LoopedScorer(_Scorer):
 
     predictor: LoopedPredictor
 
-    def __init__(self, predictor: LoopedPredictor, task: Task, n_loops_shown: int | None, n_loops_settling: int) -> None:
+    def __init__(
+        self, predictor: LoopedPredictor, task: Task, n_loops_shown: int | None, n_loops_settling: int, *, with_helps: bool
+    ) -> None:
         super().__init__(predictor, task)
         trained = predictor.n_loops_trained
         self.n_loops_shown = max(trained, 5 * trained if n_loops_shown is None else n_loops_shown)
         self.settling: Settling | None = None
         if n_loops_settling:
-            helps = not predictor.exit.is_fixed  # a model that is run for its trained loops alone is only watched
-            self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown), with_helps=helps)
+            self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown), with_helps=with_helps)
         self.n_settling = 0
         self.by_loops, self.at_trained_loops = RunningCurve(), RunningCurve()
         self.loops_used: Counter[int] = Counter()
@@ -203,17 +207,22 @@ class _LoopedScorer(_Scorer):
         result = self.predictor.run(xs, ys)
         self.loops_used.update(result.n_loops.tolist())
         self.statuses.update(Status(status).name for status in result.status.tolist())
-        if self.settling and self.n_settling < SETTLING_PROMPTS:
-            every = self.settling.add(xs, ys).predictions
-            self.n_settling += len(ys)
-        else:
+        room = SETTLING_PROMPTS - self.n_settling if self.settling else 0
+        if self.settling and room > 0:
+            self.n_settling += len(ys[:room])
+            self.add_loops(self.settling.add(xs[:room], ys[:room]), ys[:room])
+        if len(ys) > room:
             plain: dict[str, Any] = dict(exit=Fixed(), on_stall="ignore", accelerate=None)
-            every = self.predictor.run(xs, ys, n_loops=self.n_loops_shown, return_predictions=True, **plain).predictions
-        assert isinstance(every, Tensor)
+            every = self.predictor.run(xs[room:], ys[room:], n_loops=self.n_loops_shown, return_predictions=True, **plain)
+            self.add_loops(every, ys[room:])
         assert isinstance(result.prediction, Tensor)
-        self.by_loops.add(self.errors(every[:, : self.n_loops_shown, -1], ys[:, -1:]))
-        self.at_trained_loops.add(self.errors(every[:, self.predictor.n_loops_trained - 1], ys))
         return result.prediction
+
+    def add_loops(self, every: LoopResult, ys: Tensor) -> None:
+        """Errors after every loop of plain iteration."""
+        assert isinstance(every.predictions, Tensor)
+        self.by_loops.add(self.errors(every.predictions[:, : self.n_loops_shown, -1], ys[:, -1:]))
+        self.at_trained_loops.add(self.errors(every.predictions[:, self.predictor.n_loops_trained - 1], ys))
 
     def score(self) -> Score:
         n_prompts = sum(self.loops_used.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -50,7 +52,9 @@ class LoopedPredictor:
 
     def exit_to_dict(self) -> dict[str, Any]:
         """How it stops, as plain JSON values."""
-        rule = {name: getattr(self.exit, name) for name in self.exit.__dataclass_fields__}
+        rule = {name: value for name, value in dataclasses.asdict(self.exit).items() if not isinstance(value, list)}
+        if math.isinf(rule.get("tol", 0)):
+            rule["tol"] = "inf"
         return {
             "rule": type(self.exit).__name__.lower(),
             **rule,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +23,20 @@ GRID_PROMPTS = 256  # at most, for the study in float64 arithmetic
 
 @dataclass(frozen=True, kw_only=True)
 class Traced(Fixed):
-    """`Fixed`, keeping ||F - Y|| / ||F|| of every prompt after every loop, and whether a bit of the state still changed."""
+    """`Fixed`, keeping ||F - Y|| / ||F|| of every prompt after every loop."""
 
     changes: list[Tensor] = field(default_factory=list, compare=False)
-    moving: list[Tensor] = field(default_factory=list, compare=False)
 
     def update(self, memory: Memory, step: Step) -> Tensor:
-        self.changes.append(torch.where(step.g == 0, 0.0, step.g / step.n))
-        self.moving.append(step.g > 0)
+        self.changes.append(torch.where(step.g == 0, 0.0, step.g / step.n).cpu())
         return super().update(memory, step)
+
+    def table(self, n_loops: Tensor) -> Tensor:
+        """The changes, float64 [B, L], of prompts that ran n_loops int64 [B]; NaN after a prompt left (it was not finite)."""
+        rows = torch.full((len(n_loops), len(self.changes)), torch.nan, dtype=torch.float64)
+        for loop, live in enumerate(self.changes):
+            rows[n_loops.cpu() > loop, loop] = live
+        return rows
 
 
 class Settling:
@@ -38,7 +44,7 @@ class Settling:
 
     The report, in plain JSON values: ``change_by_loops``, the `QUANTILES` over prompts of the relative change of the state at
     each loop; and the share of prompts at rest, ``bitwise`` (no bit of the state changes any more) and at the ``rounding``
-    level (two changes in a row within phi of docs/exits.md), with the mean loops up to that level, for
+    level (two changes in a row within phi of docs/exits.md, or none at all), with the mean loops that these took, for
 
     ``plain``: plain iteration in the model's own precision; ``damped``: on_stall="damp"; ``anderson``: Anderson(3);
     ``float32_states``: plain iteration with the state rounded to float32 after each loop and float64 arithmetic inside a loop,
@@ -59,9 +65,9 @@ class Settling:
         """Study a batch; returns the plain result over all loops, with its predictions after every loop."""
         trace = Traced()
         plain = self._run(xs, ys, trace, return_predictions=True)
-        changes = torch.stack(trace.changes, dim=1)
+        changes = trace.table(plain.n_loops)
         self.changes.append(changes)
-        self.moving.append(trace.moving[-1])
+        self.moving.append(changes[:, -1] != 0)
         self._note("plain", *first_rest(changes, self.rest.tol))
         if not self.with_helps:
             return plain
@@ -76,17 +82,22 @@ class Settling:
 
     def report(self) -> dict[str, Any]:
         changes = torch.cat(self.changes)
-        quantiles = torch.quantile(changes, torch.tensor(QUANTILES, dtype=changes.dtype), dim=0)
+        quantiles = torch.nan_to_num(changes, nan=torch.inf).quantile(
+            torch.tensor(QUANTILES, dtype=changes.dtype), dim=0, interpolation="nearest"
+        )
         report: dict[str, Any] = {
             "n_loops": self.n_loops,
             "n_prompts": len(changes),
             "rounding_level": self.rest.tol,
             "quantiles": list(QUANTILES),
-            "change_by_loops": quantiles.T.tolist(),
+            "change_by_loops": [[x if math.isfinite(x) else None for x in row] for row in quantiles.T.tolist()],
         }
         for name, at_rest in self.at_rest.items():
-            share, loops = torch.cat(at_rest).double().mean().item(), torch.cat(self.loops[name]).double().mean().item()
-            report[name] = {"rounding": share, "mean_loops": loops}
+            rested, loops = torch.cat(at_rest), torch.cat(self.loops[name]).double()
+            report[name] = {
+                "rounding": rested.double().mean().item(),
+                "mean_loops": loops[rested].mean().item() if rested.any() else None,
+            }
         report["plain"]["bitwise"] = 1 - torch.cat(self.moving).double().mean().item()
         if self.on_grid:
             grid = torch.cat(self.on_grid)
@@ -98,25 +109,26 @@ class Settling:
         return self.predictor.run(xs, ys, exit=rule, n_loops=self.n_loops, **chosen)
 
     def _note(self, name: str, at_rest: Tensor, loops: Tensor) -> None:
-        self.at_rest.setdefault(name, []).append(at_rest)
-        self.loops.setdefault(name, []).append(loops)
+        self.at_rest.setdefault(name, []).append(at_rest.cpu())
+        self.loops.setdefault(name, []).append(loops.cpu())
 
 
 def first_rest(changes: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Which rows of changes [B, L] have two in a row within the level, and the loop of the second (L where none)."""
+    """Which rows of changes [B, L] have two in a row within the level, or a 0; and the loop of that (L where none)."""
     small = changes <= level
-    twice = small[:, 1:] & small[:, :-1]
-    found = twice.any(dim=1)
-    return found, torch.where(found, twice.long().argmax(dim=1) + 2, changes.shape[1])
+    rests = changes == 0
+    rests[:, 1:] |= small[:, 1:] & small[:, :-1]
+    found = rests.any(dim=1)
+    return found, torch.where(found, rests.long().argmax(dim=1) + 1, changes.shape[1])
 
 
 @torch.no_grad()
 def rests_on_float32_states(model: LoopedTransformer, prompts: Tensor, n_loops: int) -> Tensor:
     """bool [B]: whether the state, rounded to float32 after each loop of float64 arithmetic, comes to rest bit for bit."""
     exact = copy.deepcopy(model).double()
-    P = exact.embed(prompts.double())
+    P = exact.embed(prompts.to(next(exact.parameters())))
     Y = exact.initial_state(P)
-    moving = torch.arange(len(prompts))
+    moving = torch.arange(len(prompts), device=P.device)
     for _ in range(n_loops):
         F = exact.step(Y, P).float().double()
         changed = (F != Y).flatten(1).any(dim=1)
@@ -124,5 +136,5 @@ def rests_on_float32_states(model: LoopedTransformer, prompts: Tensor, n_loops: 
         if not len(moving):
             break
     at_rest = torch.ones(len(prompts), dtype=torch.bool)
-    at_rest[moving] = False
+    at_rest[moving.cpu()] = False
     return at_rest

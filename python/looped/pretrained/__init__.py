@@ -20,6 +20,7 @@ def load_pretrained(name: str) -> LoopedTransformer:
     """A shipped model by its name. Raises ValueError that names the nearest for an unknown one."""
     models = bundled_models()
     if name not in models:
-        nearest = difflib.get_close_matches(name, models, n=1, cutoff=0.0)[0]
-        raise ValueError(f"load_pretrained: no model {name!r} is shipped; did you mean {nearest!r}? (of {', '.join(models)})")
+        nearest = difflib.get_close_matches(name, models, n=1, cutoff=0.0)
+        hint = f"did you mean {nearest[0]!r}? (of {', '.join(models)})" if nearest else "this installation has none"
+        raise ValueError(f"load_pretrained: no model {name!r} is shipped; {hint}")
     return load_model(models[name])

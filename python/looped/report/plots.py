@@ -98,7 +98,7 @@ def _change_by_loops(axes: Axes, looped: dict[str, Score], colors: dict[str, Any
         settling = score.looped.get("settling")
         if not settling:
             continue
-        change = np.maximum(np.array(settling["change_by_loops"]), FLOOR)  # [L, quantiles]
+        change = np.maximum(np.array(settling["change_by_loops"], dtype=float), FLOOR)  # [L, quantiles], None as NaN
         column = {q: i for i, q in enumerate(settling["quantiles"])}
         loops = np.arange(1, len(change) + 1)
         axes.plot(loops, change[:, column[0.5]], color=colors[name], linewidth=2, label=f"{name}: median prompt")

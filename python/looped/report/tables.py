@@ -42,17 +42,20 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
     table.add_row("last error, with the exit", _number(error))
     table.add_row(f"... at the trained {trained} loops", _number(by_loops[trained - 1]))
-    table.add_row(
-        f"... at {len(by_loops)} loops", f"{_number(by_loops[-1])} ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)"
-    )
-    best = min(range(len(by_loops)), key=by_loops.__getitem__)
-    table.add_row(f"... at the best, {best + 1} loops", _number(by_loops[best]))
+    ratio = f" ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)" if by_loops[-1] and by_loops[trained - 1] else ""
+    table.add_row(f"... at {len(by_loops)} loops", _number(by_loops[-1]) + ratio)
+    measured = [loop for loop, error in enumerate(by_loops) if error is not None]
+    if measured:
+        best = min(measured, key=by_loops.__getitem__)
+        table.add_row(f"... at the best, {best + 1} loops", _number(by_loops[best]))
     settling = looped.get("settling")
     if settling:
         for kind in ("plain", "damped", "anderson"):
             if kind in settling:
                 share = settling[kind]
-                found = f"{share['rounding']:.1%}, after {share['mean_loops']:.0f} loops on average"
+                found = f"{share['rounding']:.1%}"
+                if share["mean_loops"] is not None:
+                    found += f", after {share['mean_loops']:.0f} loops on average"
                 if "bitwise" in share:
                     found += f"; {share['bitwise']:.1%} to the last bit"
                 table.add_row(f"at rest within {settling['n_loops']} loops, {kind}", found)
@@ -64,5 +67,5 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     return table
 
 
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.2e}"
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.2e}"

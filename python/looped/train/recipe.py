@@ -45,7 +45,10 @@ class TrainConfig:
 
     lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
     gradient's norm; None leaves it. save_every: steps between checkpoints that a killed run resumes from. keep_every:
-    steps between copies of the model that stay; 0 keeps none.
+    steps between copies of the model that stay; 0 keeps none. seed: of the weights and of the prompts. task_options: fields of
+    the task beside n_dims.
+
+    Raises ValueError for values that do not fit each other.
     """
 
     model: LoopedConfig
@@ -69,10 +72,19 @@ class TrainConfig:
     keep_every: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("dims", "points", "loops"):
+            if not isinstance(getattr(self, name), Ramp):
+                raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be a Ramp(start, end, increment, every)")
         for name in ("lr", "grad_clip", "rest_weight"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) or (name == "grad_clip" and value is None)):
-                raise ValueError(f"TrainConfig: {name}={value!r} must be a number")
+            if name == "grad_clip" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"TrainConfig: {name}={value!r} must be a number of at least 0")
+            if value == 0 and name != "rest_weight":
+                raise ValueError(f"TrainConfig: {name} must be above 0")
+        if not isinstance(self.task_options, dict):
+            raise ValueError(f"TrainConfig: task_options={self.task_options!r} must be a mapping of the task's options")
         for name in (
             "window",
             "batch_size",
@@ -94,6 +106,8 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: loops end at {self.loops.end} but the model runs {self.model.n_loops}")
         if self.dims.end != self.model.n_dims or self.dims.start < 1:
             raise ValueError(f"TrainConfig: dims {self.dims} must go from 1 or more to the model's {self.model.n_dims}")
+        if self.points.start < 1:
+            raise ValueError(f"TrainConfig: points {self.points} must start at 1 or more")
         if 2 * self.points.end - 1 > self.model.n_positions:
             raise ValueError(
                 f"TrainConfig: {self.points.end} points take {2 * self.points.end - 1} tokens but the model has "
@@ -101,8 +115,8 @@ class TrainConfig:
             )
         if min(self.batch_size, self.n_steps, self.save_every) < 1 or min(self.warmup_steps, self.keep_every) < 0:
             raise ValueError("TrainConfig: batch_size, n_steps and save_every must be at least 1, the others 0 or more")
-        if self.rest_weight < 0 or min(self.extra_loops, self.settle_from) < 0:
-            raise ValueError("TrainConfig: rest_weight, extra_loops and settle_from must be 0 or more")
+        if min(self.extra_loops, self.settle_from) < 0:
+            raise ValueError("TrainConfig: extra_loops and settle_from must be 0 or more")
         if self.rest_weight and self.window < 2:
             raise ValueError("TrainConfig: rest_weight compares the last two loops; set window to 2 or more")
         self.make_task()
@@ -125,9 +139,32 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_dict`."""
-        ramps = {name: Ramp(**values[name]) for name in ("dims", "points", "loops")}
+        """The inverse of `to_dict`. Raises ValueError that names the nearest field for an unknown one."""
+        _check_names(values)
+        ramps = {name: _ramp(name, values[name]) for name in RAMPS if name in values}
         return cls(**{**values, **ramps, "model": LoopedConfig.from_dict(values["model"])})
+
+
+RAMPS = ("dims", "points", "loops")
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    known = [f.name for f in dataclasses.fields(TrainConfig)]
+    for key in values:
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise ValueError(f"TrainConfig: unknown field {key!r}; did you mean {nearest!r}?")
+
+
+def _ramp(name: str, value: Any) -> Ramp:
+    """A Ramp from one, from a mapping of its fields, or from a number that stays."""
+    if isinstance(value, Mapping) and {"start", "end"} <= set(value) <= {f.name for f in dataclasses.fields(Ramp)}:
+        return Ramp(**value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Ramp(value, value)
+    if not isinstance(value, Ramp):
+        raise ValueError(f"TrainConfig: {name}={value!r} must be a number or start, end, increment and every")
+    return value
 
 
 # b, T and the points curriculum of the authors' script, by task (exec/script_loop.sh and configs/ of their code).
@@ -183,10 +220,7 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
         run |= dict(batch_size=8, n_steps=12, lr=1e-3, grad_clip=1.0, save_every=5)
     else:
         raise ValueError(f"preset: {name!r} is not one of paper, small, tiny")
-    known = [f.name for f in dataclasses.fields(TrainConfig)]
-    for key in changes:
-        if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"preset: unknown field {key!r}; did you mean {nearest!r}?")
+    _check_names(changes)
+    changes |= {name: _ramp(name, changes[name]) for name in RAMPS if name in changes}
     fields: dict[str, Any] = {"model": model, "task": task}
     return TrainConfig(**(fields | run | changes))

@@ -7,6 +7,8 @@ A run's folder holds `train.json` (the configuration), `state.pt` (everything th
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import signal
 import threading
@@ -25,6 +27,8 @@ from looped.checkpoint import load_training_state, save_model, write_atomically,
 from looped.icl.prompts import interleave
 from looped.model import LoopedTransformer
 from looped.train.recipe import TrainConfig
+
+log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
 
@@ -56,6 +60,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "prompt_rng": self.prompt_rng.get_state(),
+            "arithmetic": {"torch": str(torch.__version__), "threads": torch.get_num_threads()},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -63,6 +68,9 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.prompt_rng.set_state(state["prompt_rng"])
+        here = self.to_dict()["arithmetic"]
+        if here != state.get("arithmetic", here):
+            log.warning("this run was made with %s and goes on with %s: it will differ in rounding", state["arithmetic"], here)
 
     def advance(self) -> dict[str, Any]:
         """One optimizer step on fresh prompts. Returns the numbers for the log."""
@@ -78,7 +86,8 @@ class Run:
             loss = loss + config.rest_weight * change.square().mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or float("inf"))
+        limit = math.inf if config.grad_clip is None else config.grad_clip
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr_at(step)
         numbers = {
@@ -95,8 +104,8 @@ class Run:
         }
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise FloatingPointError(
-                f"train: the loss or its gradient is not finite at step {step + 1}; lower lr, set grad_clip, or shorten "
-                "window, then resume from the last checkpoint"
+                f"train: the loss or its gradient is not finite at step {step + 1}; start again in another folder with a lower "
+                "lr, a grad_clip or a shorter window (state.pt keeps the last good step)"
             )
         self.optimizer.step()
         self.step += 1
@@ -161,7 +170,7 @@ def train(
         saved_step = run.step
 
     bar = tqdm(total=config.n_steps, initial=run.step, disable=not progress, unit="step", dynamic_ncols=True)
-    with bar, open(folder / "log.jsonl", "a") as log, _stop_requested() as stop:
+    with bar, open(folder / "log.jsonl", "a") as log_file, _stop_requested() as stop:
         while run.step < config.n_steps:
             begin = time.perf_counter()
             numbers = run.advance()
@@ -175,12 +184,12 @@ def train(
                     loops=numbers["n_loops"],
                     prompts_per_s=f"{config.batch_size / took:.0f}",
                 )
-                log.write(json.dumps(numbers) + "\n")
-                log.flush()
+                log_file.write(json.dumps(numbers) + "\n")
+                log_file.flush()
+            if config.keep_every and run.step % config.keep_every == 0:  # before the checkpoint, or a crash could skip it
+                save_model(run.model, folder / f"model_{run.step}")
             if run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set():
                 save()
-            if config.keep_every and run.step % config.keep_every == 0:
-                save_model(run.model, folder / f"model_{run.step}")
             if stop.is_set():
                 raise KeyboardInterrupt(f"train: stopped at step {run.step}; run again with resume to go on")
     save_model(run.model, folder / "model")
