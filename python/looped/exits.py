@@ -21,7 +21,7 @@ from torch import Tensor
 Memory = dict[str, Tensor]
 
 # The rounding level phi: a step this small against the state is noise of the arithmetic, not motion of the state. Measured on
-# the shipped model as the largest change of states that float64 shows to be at rest (docs/exits.md says how).
+# the shipped model, on states that float64 shows to be at rest (the table is in docs/exits.md).
 ROUNDING_LEVEL = {"fp64": 2e-15, "fp32": 1e-6, "bf16_states": 2e-2}
 PRECISION_OF = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16_states"}
 
