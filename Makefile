@@ -34,10 +34,12 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("looped needs Python 3.10 or newer, found " + sys.version.split()[0] + "; run make PYTHON=...") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: pyproject.toml constraints.txt setup.py | $(BIN)/python
+SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
+
+$(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt setup.py | $(BIN)/python
+$(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	$(PIP) -e '.[dev,tabular]'
 	touch $(VENV)/.runtime $@

@@ -1,5 +1,6 @@
 """The eager engine against an independent loop in plain Python, and the promises every backend is held to."""
 
+import functools
 import math
 
 import numpy as np
@@ -12,6 +13,18 @@ from tolerances import EAGER_BATCH, FP64
 import looped
 from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative
 from looped.loop import Status
+
+
+@pytest.fixture(autouse=True, params=["eager", "cpu"])
+def backend(request, monkeypatch):
+    """Every test of this file holds on every backend that runs here."""
+    if request.param == "cpu":
+        pytest.importorskip("looped._engine", reason="the C++ engine is not built")
+    if request.param == "cpu" and "eager_only" in request.keywords:
+        pytest.skip("a rule in Python, or a look into the eager loop")
+    monkeypatch.setattr(looped, "solve", functools.partial(looped.engine.solve, backend=request.param))
+    return request.param
+
 
 RULES = {"absolute": Absolute, "relative": Relative, "contraction": Contraction, "readout": Readout}
 
@@ -247,8 +260,9 @@ def test_rounding_level_is_that_of_the_arithmetic(dtype, level):
     """A state that grows by 1 a loop has the rate 1, and passes only where that step is within the rounding level."""
     model = states_model(state_init="given").to(dtype)
     x = torch.ones(1, 1, 1, dtype=dtype)
+    solve = looped.engine.solve if dtype == torch.bfloat16 else looped.solve  # bfloat16 runs on eager alone
     for start, expected in ((2 / level, (Status.CONVERGED, 2)), (0.5 / level, (Status.MAX_LOOPS, 3))):
-        result = looped.solve(model, x, state=torch.full_like(x, start), exit=Contraction(tol=0.5), n_loops=3)
+        result = solve(model, x, state=torch.full_like(x, start), exit=Contraction(tol=0.5), n_loops=3)
         assert (result[0].status, result[0].n_loops) == expected
 
 
@@ -260,6 +274,7 @@ def test_rounding_level_passes_without_a_rate():
     assert looped.solve(stepped, x, exit=Contraction(tol=1e-3))[0].n_loops == 1
 
 
+@pytest.mark.eager_only
 def test_a_rule_of_your_own():
     class AfterFive(ExitRule):
         def update(self, memory, step):
@@ -386,6 +401,7 @@ def test_nonfinite_prompt_ends_alone(bad, options):
         torch.testing.assert_close(result.y[i], expected.y[i], rtol=EAGER_BATCH, atol=EAGER_BATCH)
 
 
+@pytest.mark.eager_only
 def test_finished_prompts_cost_nothing(monkeypatch):
     model, x = icl_model(std=0.15), prompts(6)
     seen = []
@@ -437,6 +453,7 @@ def test_prefix_freezes_in_order_and_holds_its_tolerance():
     assert len(result.n_loops_by_token[0].unique()) > 2
 
 
+@pytest.mark.eager_only
 def test_prefix_freezing_skips_work(monkeypatch):
     model, x = icl_model(std=0.15), prompts(4)
     tokens = []

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "simd/inline.hpp"
+#include "simd/transpose.hpp"
 
 namespace looped::simd {
 
@@ -56,9 +57,13 @@ struct Avx2<float> {
         __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
     }
-    LOOPED_INLINE static Avx2 power_of_two(Avx2 n) {
-        __m256i bits = _mm256_castps_si256(_mm256_add_ps(n.v, _mm256_set1_ps(12582912.0f)));  // n in the low bits
-        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(127)), 23))};
+    static constexpr bool scales_all = false;
+    static constexpr float whole = 12582912.0f;  // 1.5 * 2^23
+    LOOPED_INLINE static Avx2 round(Avx2 x) { return (x + broadcast(whole)) - broadcast(whole); }
+    LOOPED_INLINE static Avx2 scale(Avx2 x, Avx2 n) {
+        __m256i bits = _mm256_castps_si256(_mm256_add_ps(n.v, _mm256_set1_ps(whole)));  // n in the low bits
+        bits = _mm256_slli_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(127)), 23);
+        return {_mm256_mul_ps(x.v, _mm256_castsi256_ps(bits))};
     }
     LOOPED_INLINE static void add_squares(Squares& sums, Avx2 x) {
         __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(x.v));
@@ -67,6 +72,9 @@ struct Avx2<float> {
         sums.high = _mm256_fmadd_pd(high, high, sums.high);
     }
     LOOPED_INLINE static double total(const Squares& sums) { return sum_of_four(_mm256_add_pd(sums.low, sums.high)); }
+    LOOPED_INLINE static void transpose_block(const float* in, std::size_t in_stride, float* out, std::size_t out_stride) {
+        transpose_x86(in, in_stride, out, out_stride);
+    }
 };
 
 template <>
@@ -105,12 +113,19 @@ struct Avx2<double> {
         __m128d pair = _mm_max_pd(_mm256_castpd256_pd128(x.v), _mm256_extractf128_pd(x.v, 1));
         return _mm_cvtsd_f64(_mm_max_sd(pair, _mm_unpackhi_pd(pair, pair)));
     }
-    LOOPED_INLINE static Avx2 power_of_two(Avx2 n) {
-        __m256i bits = _mm256_castpd_si256(_mm256_add_pd(n.v, _mm256_set1_pd(6755399441055744.0)));
-        return {_mm256_castsi256_pd(_mm256_slli_epi64(_mm256_add_epi64(bits, _mm256_set1_epi64x(1023)), 52))};
+    static constexpr bool scales_all = false;
+    static constexpr double whole = 6755399441055744.0;  // 1.5 * 2^52
+    LOOPED_INLINE static Avx2 round(Avx2 x) { return (x + broadcast(whole)) - broadcast(whole); }
+    LOOPED_INLINE static Avx2 scale(Avx2 x, Avx2 n) {
+        __m256i bits = _mm256_castpd_si256(_mm256_add_pd(n.v, _mm256_set1_pd(whole)));  // n in the low bits
+        bits = _mm256_slli_epi64(_mm256_add_epi64(bits, _mm256_set1_epi64x(1023)), 52);
+        return {_mm256_mul_pd(x.v, _mm256_castsi256_pd(bits))};
     }
     LOOPED_INLINE static void add_squares(Squares& sums, Avx2 x) { sums.lane = _mm256_fmadd_pd(x.v, x.v, sums.lane); }
     LOOPED_INLINE static double total(const Squares& sums) { return sum_of_four(sums.lane); }
+    LOOPED_INLINE static void transpose_block(const double* in, std::size_t in_stride, double* out, std::size_t out_stride) {
+        transpose_x86(in, in_stride, out, out_stride);
+    }
 };
 
 }  // namespace looped::simd

@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "simd/inline.hpp"
+#include "simd/transpose.hpp"
 
 namespace looped::simd {
 
@@ -41,10 +42,9 @@ struct Avx512<float> {
     }
     LOOPED_INLINE static float sum(Avx512 x) { return _mm512_reduce_add_ps(x.v); }
     LOOPED_INLINE static float maximum(Avx512 x) { return _mm512_reduce_max_ps(x.v); }
-    LOOPED_INLINE static Avx512 power_of_two(Avx512 n) {
-        __m512i bits = _mm512_castps_si512(_mm512_add_ps(n.v, _mm512_set1_ps(12582912.0f)));  // n in the low bits
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(127)), 23))};
-    }
+    static constexpr bool scales_all = true;
+    LOOPED_INLINE static Avx512 round(Avx512 x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    LOOPED_INLINE static Avx512 scale(Avx512 x, Avx512 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
     LOOPED_INLINE static void add_squares(Squares& sums, Avx512 x) {
         __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
         __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
@@ -52,6 +52,9 @@ struct Avx512<float> {
         sums.high = _mm512_fmadd_pd(high, high, sums.high);
     }
     LOOPED_INLINE static double total(const Squares& sums) { return _mm512_reduce_add_pd(_mm512_add_pd(sums.low, sums.high)); }
+    LOOPED_INLINE static void transpose_block(const float* in, std::size_t in_stride, float* out, std::size_t out_stride) {
+        transpose_x86(in, in_stride, out, out_stride);
+    }
 };
 
 template <>
@@ -85,12 +88,14 @@ struct Avx512<double> {
     }
     LOOPED_INLINE static double sum(Avx512 x) { return _mm512_reduce_add_pd(x.v); }
     LOOPED_INLINE static double maximum(Avx512 x) { return _mm512_reduce_max_pd(x.v); }
-    LOOPED_INLINE static Avx512 power_of_two(Avx512 n) {
-        __m512i bits = _mm512_castpd_si512(_mm512_add_pd(n.v, _mm512_set1_pd(6755399441055744.0)));
-        return {_mm512_castsi512_pd(_mm512_slli_epi64(_mm512_add_epi64(bits, _mm512_set1_epi64(1023)), 52))};
-    }
+    static constexpr bool scales_all = true;
+    LOOPED_INLINE static Avx512 round(Avx512 x) { return {_mm512_roundscale_pd(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+    LOOPED_INLINE static Avx512 scale(Avx512 x, Avx512 n) { return {_mm512_scalef_pd(x.v, n.v)}; }
     LOOPED_INLINE static void add_squares(Squares& sums, Avx512 x) { sums.lane = _mm512_fmadd_pd(x.v, x.v, sums.lane); }
     LOOPED_INLINE static double total(const Squares& sums) { return _mm512_reduce_add_pd(sums.lane); }
+    LOOPED_INLINE static void transpose_block(const double* in, std::size_t in_stride, double* out, std::size_t out_stride) {
+        transpose_x86(in, in_stride, out, out_stride);
+    }
 };
 
 }  // namespace looped::simd

@@ -4,6 +4,7 @@
 #include <arm_neon.h>
 
 #include "simd/inline.hpp"
+#include "simd/transpose.hpp"
 
 namespace looped::simd {
 
@@ -53,9 +54,12 @@ struct Neon<float> {
         return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
     }
     LOOPED_INLINE static float maximum(Neon x) { return vmaxvq_f32(x.v); }
-    LOOPED_INLINE static Neon power_of_two(Neon n) {
-        int32x4_t bits = vreinterpretq_s32_f32(vaddq_f32(n.v, vdupq_n_f32(12582912.0f)));  // n in the low bits
-        return {vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(bits, vdupq_n_s32(127)), 23))};
+    static constexpr bool scales_all = false;
+    static constexpr float whole = 12582912.0f;  // 1.5 * 2^23
+    LOOPED_INLINE static Neon round(Neon x) { return (x + broadcast(whole)) - broadcast(whole); }
+    LOOPED_INLINE static Neon scale(Neon x, Neon n) {
+        const auto bits = vaddq_s32(vreinterpretq_s32_f32(vaddq_f32(n.v, vdupq_n_f32(whole))), vdupq_n_s32(127));
+        return {vmulq_f32(x.v, vreinterpretq_f32_s32(vshlq_n_s32(bits, 23)))};
     }
     LOOPED_INLINE static void add_squares(Squares& sums, Neon x) {
         float64x2_t low = vcvt_f64_f32(vget_low_f32(x.v)), high = vcvt_high_f64_f32(x.v);
@@ -65,6 +69,9 @@ struct Neon<float> {
     LOOPED_INLINE static double total(const Squares& sums) {
         float64x2_t pair = vaddq_f64(sums.low, sums.high);
         return vgetq_lane_f64(pair, 0) + vgetq_lane_f64(pair, 1);
+    }
+    LOOPED_INLINE static void transpose_block(const float* in, std::size_t in_stride, float* out, std::size_t out_stride) {
+        transpose_portable(in, in_stride, out, out_stride);
     }
 };
 
@@ -108,12 +115,18 @@ struct Neon<double> {
     LOOPED_INLINE static Neon first_n(Neon x, int n, Neon other) { return {vbslq_f64(lanes(n), x.v, other.v)}; }
     LOOPED_INLINE static double sum(Neon x) { return vgetq_lane_f64(x.v, 0) + vgetq_lane_f64(x.v, 1); }
     LOOPED_INLINE static double maximum(Neon x) { return vmaxvq_f64(x.v); }
-    LOOPED_INLINE static Neon power_of_two(Neon n) {
-        int64x2_t bits = vreinterpretq_s64_f64(vaddq_f64(n.v, vdupq_n_f64(6755399441055744.0)));
-        return {vreinterpretq_f64_s64(vshlq_n_s64(vaddq_s64(bits, vdupq_n_s64(1023)), 52))};
+    static constexpr bool scales_all = false;
+    static constexpr double whole = 6755399441055744.0;  // 1.5 * 2^52
+    LOOPED_INLINE static Neon round(Neon x) { return (x + broadcast(whole)) - broadcast(whole); }
+    LOOPED_INLINE static Neon scale(Neon x, Neon n) {
+        const auto bits = vaddq_s64(vreinterpretq_s64_f64(vaddq_f64(n.v, vdupq_n_f64(whole))), vdupq_n_s64(1023));
+        return {vmulq_f64(x.v, vreinterpretq_f64_s64(vshlq_n_s64(bits, 52)))};
     }
     LOOPED_INLINE static void add_squares(Squares& sums, Neon x) { sums.lane = vfmaq_f64(sums.lane, x.v, x.v); }
     LOOPED_INLINE static double total(const Squares& sums) { return vgetq_lane_f64(sums.lane, 0) + vgetq_lane_f64(sums.lane, 1); }
+    LOOPED_INLINE static void transpose_block(const double* in, std::size_t in_stride, double* out, std::size_t out_stride) {
+        transpose_portable(in, in_stride, out, out_stride);
+    }
 };
 
 }  // namespace looped::simd

@@ -7,7 +7,9 @@
 //   max, min: the second argument where either is NaN
 //   first_n(x, n, other): lanes below n of x, the others of `other`
 //   sum, maximum: over the lanes, in a fixed tree
-//   power_of_two(n): 2^n for lanes that hold whole numbers in the exponent range
+//   scales_all: whether scale takes any n, infinities included; else n must lie in the exponent range
+//   round(x): to whole numbers; scale(x, n): x 2^n for whole numbers n; NaN stays NaN in both
+//   transpose_block: transpose.hpp
 //   Squares, add_squares, total: sums of squares in double
 #pragma once
 
@@ -15,6 +17,7 @@
 #include <cstdint>
 
 #include "simd/inline.hpp"
+#include "simd/transpose.hpp"
 
 namespace looped::simd {
 
@@ -96,15 +99,16 @@ struct Portable {
         for (int i = 1; i < width; ++i) most = x.lane[i] > most ? x.lane[i] : most;
         return most;
     }
-    LOOPED_INLINE static Portable power_of_two(const Portable& n) {
+    static constexpr bool scales_all = false;
+    static constexpr T whole = sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0);  // 1.5 * 2^23 or 2^52
+    LOOPED_INLINE static Portable round(const Portable& x) { return (x + broadcast(whole)) - broadcast(whole); }
+    LOOPED_INLINE static Portable scale(const Portable& x, const Portable& n) {
         Portable y;
-        for (int i = 0; i < width; ++i) {
+        for (int i = 0; i < width; ++i) {  // adding `whole` leaves n in the low bits: no conversion, which NaN would not survive
             if constexpr (sizeof(T) == 4) {
-                // + 1.5 * 2^23 leaves n in the low bits, NaN included: no undefined conversion
-                y.lane[i] = std::bit_cast<float>((std::bit_cast<std::uint32_t>(n.lane[i] + 12582912.0f) + 127u) << 23);
+                y.lane[i] = x.lane[i] * std::bit_cast<float>((std::bit_cast<std::uint32_t>(n.lane[i] + whole) + 127u) << 23);
             } else {
-                y.lane[i] =
-                    std::bit_cast<double>((std::bit_cast<std::uint64_t>(n.lane[i] + 6755399441055744.0) + 1023u) << 52);
+                y.lane[i] = x.lane[i] * std::bit_cast<double>((std::bit_cast<std::uint64_t>(n.lane[i] + whole) + 1023u) << 52);
             }
         }
         return y;
@@ -116,6 +120,9 @@ struct Portable {
         double part = 0;
         for (int i = 0; i < width; ++i) part += sums.lane[i];
         return part;
+    }
+    LOOPED_INLINE static void transpose_block(const T* in, std::size_t in_stride, T* out, std::size_t out_stride) {
+        transpose_portable(in, in_stride, out, out_stride);
     }
 };
 

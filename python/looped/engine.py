@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,17 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import eager
+from looped.backends import cpu, eager
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, loop_count, own_tokens
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
-BACKENDS = ("auto", "eager")
+BACKENDS = ("auto", "cpu", "eager")
+
+log = logging.getLogger(__name__)
+_logged: set[str] = set()
 
 
 def solve(
@@ -52,7 +56,8 @@ def solve(
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
         return_predictions: the read-out after every loop, too.
-        backend: ``"auto"`` or ``"eager"``.
+        backend: ``"cpu"``, the C++ engine; ``"eager"``; or ``"auto"``, which takes the C++ engine where it can, and says once
+            in the log why where it cannot. The result's `backend` and `reason` tell which one ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
 
     Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.
@@ -139,9 +144,26 @@ def _run(
     backend: str,
 ) -> LoopResult:
     batch = _Batch.of(model, prompts, lengths, state)
-    result = eager.run(model, batch.tokens, batch.lengths, spec, batch.state(model, state))
-    reason = "asked for" if backend == "eager" else "the only backend of this build"
+    run, reason = _choose(model, spec, backend)
+    result = run(model, batch.tokens, batch.lengths, spec, batch.state(model, state))
     return dataclasses.replace(batch.like_input(model, result), reason=reason)
+
+
+def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Callable[..., LoopResult], str]:
+    """The backend that runs this, and why that one. Raises ValueError where the one asked for cannot."""
+    if backend == "eager":
+        return eager.run, "asked for"
+    obstacle = cpu.why_not(model, spec)
+    if backend == "cpu":
+        if obstacle:
+            raise ValueError(f'solve: backend="cpu" cannot run this: {obstacle}; use backend="auto" or "eager"')
+        return cpu.run, "asked for"
+    if obstacle is None:
+        return cpu.run, "the fastest that runs this model on a CPU"
+    if obstacle not in _logged:
+        _logged.add(obstacle)
+        log.info("solve: the eager backend runs this: %s", obstacle)
+    return eager.run, obstacle
 
 
 def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTransformer:

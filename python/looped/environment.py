@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from looped.engine import BACKENDS
+from looped.backends import cpu
 from looped.pretrained import bundled_models
 
 PACKAGES = ("looped", "torch", "numpy", "safetensors", "transformers", "scikit-learn", "scipy", "matplotlib", "xgboost")
@@ -33,7 +33,7 @@ def environment() -> dict[str, dict[str, Any]]:
         devices |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     else:
         devices["cuda"] = "none: " + ("this torch is built without CUDA" if torch.version.cuda is None else "no device found")
-    backends = {name: "works on CPU and CUDA tensors" for name in BACKENDS if name != "auto"}
+    backends = {"cpu": cpu.describe(), "eager": "works on CPU and CUDA tensors"}
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
 
 

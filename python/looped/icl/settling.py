@@ -64,7 +64,7 @@ class Settling:
     def add(self, xs: Tensor, ys: Tensor) -> LoopResult:
         """Study a batch; returns the plain result over all loops, with its predictions after every loop."""
         trace = Traced()
-        plain = self._run(xs, ys, trace, return_predictions=True)
+        plain = self._run(xs, ys, trace, return_predictions=True, backend="eager")  # the trace is a rule in Python
         changes = trace.table(plain.n_loops)
         self.changes.append(changes)
         self.moving.append(changes[:, -1] != 0)

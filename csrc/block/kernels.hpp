@@ -1,0 +1,74 @@
+// The operations that are compiled once per instruction set, as a table of functions. The rest of the engine is built for the
+// baseline and calls them through the table that the processor allows (simd/isa.hpp).
+//
+// What every kernel promises: a row's result depends on that row's numbers alone, and never on how many rows there are or on which
+// tile the row falls into. Sums run in one order.
+#pragma once
+
+#include <cstdint>
+
+#include "block/rows.hpp"
+
+namespace looped::block {
+
+enum class Activation : std::uint8_t { none, relu, gelu_tanh };
+enum class Inject : std::uint8_t { add, mul, none };
+
+// Columns that a kernel may write, or read, beyond the last one: strides leave room for them.
+constexpr size_t widest_panel = 32;
+
+// out = activation(a W' + bias), or out += a W' + bias.
+template <class T>
+struct Product {
+    Rows<const T> a;         // [M, K]
+    const T* panels;         // W in panels of `panel` columns, each [K, panel], zeros beyond the last column
+    const T* bias;           // zeros beyond the last column
+    size_t n_columns;        // N
+    Rows<T> out;             // [M, N]; the columns up to the panel's end are written too
+    bool adds_to_out;
+    Activation activation;
+};
+
+// Attention of the tokens from `first` on over all tokens, or over those up to their own where `is_causal`. The queries are scaled
+// so that the softmax is a power of two: log2(e) / sqrt(head_dim) is in their weights.
+template <class T>
+struct Attention {
+    Rows<const T> qkv;  // [T, 3 H head_dim]
+    size_t first;
+    size_t n_heads;
+    size_t head_dim;
+    bool is_causal;
+    Rows<T> out;         // [T, H head_dim]; rows from `first` on are written
+    Rows<T> keys;        // scratch [head_dim, T rounded up to panels]: keys of one head, transposed
+    Rows<T> scores;      // scratch [tile_rows, as wide]
+};
+
+template <class T>
+struct Kernels {
+    const char* isa;
+    size_t panel;      // columns of a packed panel
+    size_t tile_rows;  // most rows of a register tile
+
+    void (*product)(const Product<T>&) noexcept;
+    void (*attend)(const Attention<T>&) noexcept;
+
+    // out = (x - mean) / sqrt(variance + eps), then * gain + shift where these are given. Two passes.
+    void (*normalize)(Rows<const T> x, Rows<T> out, T eps, const T* gain, const T* shift) noexcept;
+
+    // x = inject(state, signal) + positions; columns beyond the width are zero. `positions` may be empty.
+    void (*inject)(Inject how, Rows<const T> state, Rows<const T> signal, Rows<const T> positions, Rows<T> x) noexcept;
+
+    // Per row: the sums of squares of a - b and of a, in double.
+    void (*squares)(Rows<const T> a, Rows<const T> b, double* of_difference, double* of_a) noexcept;
+
+    // Fused multiply-adds on registers alone, `n` rounds. Returns the floating-point operations done.
+    double (*fma_rounds)(std::int64_t n) noexcept;
+};
+
+// Defined in kernels_<isa>.cpp; only those of the platform exist.
+template <class T> const Kernels<T>& portable_kernels();
+template <class T> const Kernels<T>& avx2_kernels();
+template <class T> const Kernels<T>& avx512_kernels();
+template <class T> const Kernels<T>& neon_kernels();
+
+}  // namespace looped::block

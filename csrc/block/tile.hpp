@@ -1,0 +1,130 @@
+// The register tile: up to V::tile_rows rows by one or two vectors of columns, accumulated over K in one order.
+#pragma once
+
+#include <array>
+
+#include "block/kernels.hpp"
+#include "simd/functions.hpp"
+
+namespace looped::block {
+
+template <class T>
+struct Tile {
+    const T* a;  // first row; the value of row r at k is a[r a_stride + k]
+    size_t a_stride;
+    const T* b;  // b[k b_stride + column]
+    size_t b_stride;
+    size_t depth;  // K
+    T* out;
+    size_t out_stride;
+    const T* bias = nullptr;       // added to every row
+    const T* row_scale = nullptr;  // or: multiplies row r
+    bool adds_to_out = false;
+    Activation activation = Activation::none;
+};
+
+template <class V, int n_rows, int n_vectors, Activation activation>
+LOOPED_INLINE void activate(const Tile<typename V::Scalar>& tile) {
+    // After the store, on lines that are still in L1: 28 inlined copies of GELU would not fit the instruction cache.
+    for (int r = 0; r < n_rows; ++r) {
+        auto* out = tile.out + r * tile.out_stride;
+        simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) {
+            V x = V::load(out + c * V::width);
+            (activation == Activation::relu ? simd::relu(x) : simd::gelu_tanh(x)).store(out + c * V::width);
+        });
+    }
+}
+
+template <class V, int n_rows, int n_vectors>
+void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
+    using T = typename V::Scalar;
+    constexpr int group = 3;  // rows that share a base address: base, base + stride, base + 2 stride are free on x86
+    constexpr int n_groups = (n_rows + group - 1) / group;
+    V sum[n_rows][n_vectors];
+    simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
+        simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::zero(); });
+    });
+    const T* a[n_groups];
+    simd::static_for<n_groups>([&](auto i) __attribute__((always_inline)) { a[i] = tile.a + i * group * tile.a_stride; });
+    const T* b = tile.b;
+    const size_t stride = tile.a_stride, b_stride = tile.b_stride;
+
+    for (size_t k = 0; k < tile.depth; ++k) {
+        V column[n_vectors];
+        simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { column[c] = V::load(b + c * V::width); });
+        simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
+            V x = V::broadcast(a[r / group][size_t(r % group) * stride + k]);
+            simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::fma(x, column[c], sum[r][c]); });
+        });
+        b += b_stride;
+    }
+
+    const auto store = [&](auto finish) __attribute__((always_inline)) {
+        simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
+            T* out = tile.out + r * tile.out_stride;
+            simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) {
+                finish(sum[r][c], r, c, out + c * V::width).store(out + c * V::width);
+            });
+        });
+    };
+    if (tile.row_scale) {
+        store([&](V x, auto r, auto, const T*) __attribute__((always_inline)) { return x * V::broadcast(tile.row_scale[r]); });
+    } else if (!tile.bias) {
+        store([&](V x, auto, auto, const T*) __attribute__((always_inline)) { return x; });
+    } else {
+        V bias[n_vectors];
+        simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { bias[c] = V::load(tile.bias + c * V::width); });
+        if (tile.adds_to_out) {
+            store([&](V x, auto, auto c, const T* out) __attribute__((always_inline)) { return (x + bias[c]) + V::load(out); });
+        } else {
+            store([&](V x, auto, auto c, const T*) __attribute__((always_inline)) { return x + bias[c]; });
+            if (tile.activation == Activation::gelu_tanh) activate<V, n_rows, n_vectors, Activation::gelu_tanh>(tile);
+            if (tile.activation == Activation::relu) activate<V, n_rows, n_vectors, Activation::relu>(tile);
+        }
+    }
+}
+
+// compute_tile for a number of rows that is known at run time: tile_of<V, n_vectors>[n_rows - 1].
+template <class V, int n_vectors>
+inline constexpr auto tile_of = []<int... I>(std::integer_sequence<int, I...>) {
+    using Function = void (*)(const Tile<typename V::Scalar>&) noexcept;
+    return std::array<Function, sizeof...(I)>{&compute_tile<V, I + 1, n_vectors>...};
+}(std::make_integer_sequence<int, V::tile_rows>{});
+
+// Rows in tiles of nearly one size, so that the last is not thin: body(first row, rows of the tile).
+template <class V, class Body>
+LOOPED_INLINE void for_row_tiles(size_t n_rows, Body&& body) {
+    const size_t n_tiles = (n_rows + V::tile_rows - 1) / V::tile_rows;
+    size_t first = 0;
+    for (size_t i = 0; i < n_tiles; ++i) {
+        size_t rows = n_rows / n_tiles + (i < n_rows % n_tiles ? 1 : 0);
+        body(first, rows);
+        first += rows;
+    }
+}
+
+template <class V>
+void product(const Product<typename V::Scalar>& job) noexcept {
+    constexpr size_t panel = 2 * V::width;
+    const size_t depth = job.a.width;
+    for (size_t column = 0; column < job.n_columns; column += panel) {
+        const bool is_narrow = job.n_columns - column <= size_t(V::width);
+        for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
+            const Tile<typename V::Scalar> tile{
+                .a = job.a.row(first),
+                .a_stride = job.a.stride,
+                .b = job.panels + column * depth,
+                .b_stride = panel,
+                .depth = depth,
+                .out = job.out.row(first) + column,
+                .out_stride = job.out.stride,
+                .bias = job.bias + column,
+                .adds_to_out = job.adds_to_out,
+                .activation = job.activation,
+            };
+            is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+        });
+    }
+}
+
+}  // namespace looped::block

@@ -1,0 +1,80 @@
+// A model's shape and its weights, packed once for the kernels.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "block/kernels.hpp"
+
+namespace looped::block {
+
+enum class LoopNorm : std::uint8_t { each, once, none };
+enum class InputKind : std::uint8_t { features, tokens, states };
+
+// The fields of LoopedConfig that the engine needs, under the same names.
+struct Shape {
+    size_t d_model = 0, n_heads = 0, head_dim = 0, d_ff = 0;
+    size_t n_prelude = 0, n_core = 1, n_coda = 0;
+    InputKind input_kind = InputKind::states;
+    size_t n_dims = 0, vocab_size = 0;
+    Activation activation = Activation::gelu_tanh;
+    bool has_norm = true;
+    double norm_eps = 1e-5;
+    bool has_bias = true;
+    bool is_causal = true;
+    bool has_positions = false;
+    bool adds_positions_once = false;  // to the embedding, and not in every loop
+    size_t n_positions = 0;
+    Inject inject = Inject::add;
+    LoopNorm loop_norm = LoopNorm::each;
+    size_t readout_width = 0;  // 0: the closed state itself is what is read
+    bool readout_has_bias = true;
+    bool tie_readout = false;
+    size_t read_stride = 1;
+
+    bool adds_positions_each_loop() const { return has_positions && !adds_positions_once; }
+    size_t attention_width() const { return n_heads * head_dim; }
+    size_t read_width() const { return readout_width ? readout_width : d_model; }
+    size_t n_read(size_t n_tokens) const { return (n_tokens + read_stride - 1) / read_stride; }
+};
+
+// A weight by its name in the model's state dict, row-major [rows, columns]. Throws std::invalid_argument if it has another shape.
+template <class T>
+using WeightSource = std::function<std::span<const T>(const std::string& name, size_t rows, size_t columns)>;
+
+// Panels of `panel` output columns, each [n_in, panel], zeros beyond the last column; and the bias, as wide.
+template <class T>
+struct PackedMatrix {
+    size_t n_in = 0, n_out = 0;
+    AlignedArray<T> panels, bias;
+};
+
+template <class T>
+struct Layer {
+    PackedMatrix<T> qkv, proj, fc, down;  // the norms' affine maps are folded into qkv and fc, the softmax's scale into the queries
+};
+
+template <class T>
+struct Model {
+    // Reads and packs everything. The kernels are those of this process.
+    Model(const Shape& shape, const WeightSource<T>& source);
+
+    Shape shape;
+    const Kernels<T>* kernels;
+    std::vector<Layer<T>> prelude, core, coda;
+    PackedMatrix<T> read_in;                  // of features
+    AlignedArray<T> embedding;                // of tokens, [vocab_size, C]
+    AlignedArray<T> positions;                // [n_positions, C]
+    AlignedArray<T> final_gain, final_shift;  // [C], where there is a final norm
+    PackedMatrix<T> read_out;
+
+    Rows<const T> position_rows() const {
+        return {positions.data(), shape.n_positions, shape.d_model, shape.d_model};
+    }
+};
+
+extern template struct Model<float>;
+extern template struct Model<double>;
+
+}  // namespace looped::block

@@ -1,0 +1,53 @@
+// One prompt's loop, from its first step to its exit.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "block/forward.hpp"
+#include "loop/memory.hpp"
+#include "loop/watch.hpp"
+
+namespace looped::loop {
+
+// A worker's memory and the loop itself; its size does not depend on the number of prompts or of loops.
+template <class T>
+class PromptLoop {
+public:
+    PromptLoop(const block::Model<T>& model, const Spec& spec, size_t n_tokens);
+
+    // Runs prompt i of the batch to its exit, and reads its prediction. Returns early, without a result, once `cancelled`.
+    void run(const BatchMemory<T>& batch, size_t i, const std::atomic<bool>& cancelled);
+
+private:
+    void start(const BatchMemory<T>& batch, size_t i);
+    void finish(const BatchMemory<T>& batch, size_t i);
+    bool once(const BatchMemory<T>& batch, size_t i);  // one loop; returns whether it was the last
+
+    void measure(size_t first);
+    double norm_of(Rows<const T> a, Rows<const T> b);
+    bool next_state(const BatchMemory<T>& batch, size_t i, Counters& counters, double g);
+    bool pass_prompt(const BatchMemory<T>& batch, size_t i, Watch& watch, double g, double n, double s);
+    bool has_all_moving_passed(const Counters& counters) const;
+    bool pass_tokens(const BatchMemory<T>& batch, size_t i, Watch& watch);
+    void compare_predictions(const BatchMemory<T>& batch, size_t i, bool has_prediction);
+
+    const block::Model<T>& model_;
+    const Spec& spec_;
+    block::Forward<T> forward_;
+    block::Matrix<T> buffers_[3];
+    Rows<T> state_, image_, next_;  // Y, F, Y' of the prompt that runs
+    size_t first_ = 0;              // tokens before it are frozen
+
+    std::vector<double> g_, n_;  // a token each: squares at first, then norms
+    std::vector<double> scratch_;
+    std::vector<T> prediction_;
+    bool has_prediction_ = false;  // of this loop's F
+    double change_ = 0, size_ = 0;  // of the whole prediction since the check before
+    std::vector<char> is_still_;    // a token each, where a prediction is read
+};
+
+extern template class PromptLoop<float>;
+extern template class PromptLoop<double>;
+
+}  // namespace looped::loop
