@@ -68,16 +68,17 @@ def reference(model, prompt, *, n_loops, rule="fixed", tol=0.0, patience=None, c
             if rule not in ("fixed", "exact") and tol:
                 best, stuck = (g, 0) if g < 0.9 * best else (best, stuck + 1)
                 stuck = 0 if passed else stuck
+                stalled = stuck >= window and t >= min_loops
             if passes and depth and not damped:
                 s_p = g
         if passes and depth and not damped:
             Y_next = F
-        stalled = stuck >= window and t >= min_loops
         if ends:
             return F, used, "CONVERGED", residual
-        if stalled and (on_stall == "exit" or (on_stall == "damp" and damped)):
+        acts = stalled and t % check_every == 0
+        if acts and (on_stall == "exit" or (on_stall == "damp" and damped)):
             return F, used, "STALLED", residual
-        if stalled and on_stall == "damp":
+        if acts and on_stall == "damp":
             damped, passes, s_p, best, stuck = True, 0, None, math.inf, 0
         Y = Y_next
     return F, used, "STALLED" if stalled else "MAX_LOOPS", residual

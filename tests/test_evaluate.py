@@ -18,7 +18,7 @@ from looped.icl import curves
 from looped.icl import evaluate as evaluation_module
 from looped.icl.baselines import Averaging, LeastSquares
 from looped.icl.curves import RunningCurve
-from looped.icl.evaluate import EVALUATION_STREAM, Evaluation, batches, evaluate
+from looped.icl.evaluate import Evaluation, batches, evaluate, evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.prompts import interleave
 from looped.icl.settling import Settling, Traced, first_rest, rests_on_float32_states
@@ -41,10 +41,6 @@ class Always:
         prediction = torch.full_like(ys, self.value)
         prediction[:, list(self.missing)] = math.nan
         return prediction
-
-
-def evaluation_stream(seed):
-    return torch.Generator().manual_seed(EVALUATION_STREAM + seed)
 
 
 @pytest.mark.parametrize("n_prompts", [1, 100])
@@ -74,6 +70,47 @@ def test_batch_size_does_not_change_prompts_or_scores():
     assert a["predictors"]["looped"]["loops_used"] == b["predictors"]["looped"]["loops_used"]
     for name in ("looped", "least_squares"):
         np.testing.assert_allclose(*(x["predictors"][name]["error_by_examples"]["mean"] for x in (a, b)), rtol=1e-5)
+
+
+def test_evaluation_draws_no_training_prompts():
+    task = LinearRegression(3)
+    for seed in (0, 7, 42):
+        training = task.sample(4, 5, generator=torch.Generator().manual_seed(seed))
+        evaluation = next(batches(task, 4, 5, seed, 4))
+        assert not (training.xs == evaluation.xs).any()
+    assert not torch.equal(next(batches(task, 4, 5, 0, 4)).xs, next(batches(task, 4, 5, 1, 4)).xs)
+    with pytest.raises(ValueError, match="must lie in"):
+        evaluate(task, [], n_points=3, seed=2**32)
+
+
+def test_wrong_predictions_are_refused_and_pairs_are_protected():
+    @dataclass
+    class Wrong(Always):
+        def predict(self, xs, ys):
+            prediction = ys[:, :1].clone()
+            ys.zero_()
+            xs.zero_()
+            return prediction
+
+    with pytest.raises(ValueError, match=r"always predicts \[8, 1\] for ys \[8, 3\]"):
+        evaluate(LinearRegression(2), [Wrong(0.0)], n_prompts=8, n_points=3)
+    pairs = []
+
+    class Clearing(Always):
+        def predict(self, xs, ys):
+            pairs.append(ys.clone())
+            return ys.zero_()
+
+    evaluate(LinearRegression(2), [Clearing(0.0, "a"), Clearing(0.0, "b")], n_prompts=8, n_points=3)
+    assert torch.equal(*pairs)
+    for changes, message in (
+        (dict(mask_kind="full"), "sees its own answer"),
+        (dict(read_stride=1), "every second token"),
+        (dict(n_loops=0), "n_loops is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoopedPredictor(icl_model(**changes))
+    assert LoopedPredictor(icl_model(), exit="contraction", accelerate="anderson").exit_to_dict()["accelerate"] == "anderson(3)"
 
 
 def test_impossible_cells_are_absent_not_zero():

@@ -179,6 +179,10 @@ def test_configuration_errors_name_the_way_out():
         (dict(n_core=0), "n_core=0 must be an integer of at least 1"),
         (dict(n_coda=1), "n_coda must be 0"),
         (dict(norm_kind="none"), 'set loop_norm="none"'),
+        (dict(inject="none"), "never sees its prompt"),
+        (dict(n_heads="8"), "n_heads='8' must be an integer"),
+        (dict(norm_eps=math.nan), "norm_eps"),
+        (dict(n_dims=2.5), "n_dims=2.5"),
         (dict(tie_readout=True), "tie_readout needs"),
     ]
     for changes, message in cases:
@@ -189,6 +193,9 @@ def test_configuration_errors_name_the_way_out():
     config = looped.icl_config()
     assert looped.LoopedConfig.from_dict(config.to_dict()) == config
     assert config.replace(n_loops=7).n_loops == 7
+    wider = config.replace(d_model=512)
+    assert (wider.head_dim, wider.d_ff) == (64, 2048)
+    assert looped.icl_config(head_dim=5, n_heads=3).replace(d_model=32).head_dim == 5
     assert loop_count(4) == 4
 
 
@@ -201,7 +208,7 @@ def test_wrong_prompts_are_named():
         (model, [torch.randn(5, 3), torch.randn(5, 2)], ValueError, r"\[T, 3\], got \[5, 2\]"),
         (model, torch.randn(1, 18, 3), ValueError, "prompt 0 has 18 tokens but the model has 17 positions"),
         (model, [torch.randn(2, 3), torch.randn(18, 3)], ValueError, "prompt 1 has 18 tokens"),
-        (model, ["abc"], TypeError, "a prompt must be a tensor"),
+        (model, ["abc"], TypeError, "a prompt or a state must be a tensor"),
         (tokens, torch.randn(2, 5), TypeError, "must hold integers"),
         (tokens, torch.tensor([[1, 2], [3, 61]]), ValueError, "prompt 1 holds token id 61 at position 1"),
         (tokens, torch.tensor([[1, -1]]), ValueError, "token id -1"),
@@ -238,6 +245,8 @@ def test_inputs_are_left_alone_and_strides_do_not_matter():
     expected = looped.solve(model, view.contiguous(), n_loops=4, lengths=[5, 3])
     assert torch.equal(view, before)
     assert torch.equal(result.y, expected.y)
+    for odd in (before.numpy()[:, ::-1], before.numpy().astype(">f8")):
+        assert looped.solve(model, odd, n_loops=4).y.shape == expected.y.shape
     array = before.numpy().copy()
     array.flags.writeable = False
     assert torch.equal(looped.solve(model, array, n_loops=4, lengths=[5, 3]).y, result.y)

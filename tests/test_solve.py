@@ -119,6 +119,19 @@ def test_anderson_saves_loops_on_a_slow_linear_map():
     torch.testing.assert_close(faster.y, torch.full_like(x, 19.0), rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_anderson_survives_residuals_whose_squares_underflow(depth):
+    def halves(model):  # Y <- Y - relu(Y) / 2 + relu(-Y) / 2
+        model.core[0].mlp.fc.weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        model.core[0].mlp.proj.weight.copy_(torch.tensor([[-0.5, 0.5]]))
+
+    model = states_model(halves, d_ff=2, activation="relu", inject="none", state_init="given")
+    x = torch.zeros(1, 2, 1, dtype=torch.float64)
+    result = looped.solve(model, x, state=torch.ones_like(x), n_loops=200, accelerate=looped.Anderson(depth))
+    assert result[0].status == Status.MAX_LOOPS
+    assert result.y.abs().max() < 1e-60
+
+
 def test_damping_brings_a_cycle_to_rest():
     model = scalar_map(-1.0)  # Y <- -(Y + P): a cycle of two, with the fixed point -P / 2
     x = torch.full((1, 1, 1), 3.0, dtype=torch.float64)
@@ -228,6 +241,15 @@ def test_stalls_are_counted_by_checks_without_a_tenth_gained():
     assert looped.solve(cycle, x, exit=rule, on_stall="exit", n_loops=60)[0].n_loops == 15
 
 
+def test_stalls_act_at_checks():
+    model = states_model(n_loops=60)  # Y <- Y + P
+    x = torch.ones(1, 1, 1, dtype=torch.float64)
+    rule = Contraction(check_every=10, stall_window=1, min_loops=25)
+    assert looped.solve(model, x, exit=rule, on_stall="exit")[0].n_loops == 30
+    assert looped.solve(model, x, exit=rule, n_loops=28)[0].status == Status.MAX_LOOPS
+    assert looped.solve(model, x, exit=rule, n_loops=38)[0].status == Status.STALLED
+
+
 def test_readout_compares_with_the_check_before():
     model, x = icl_model(std=0.15), prompts(2)
     assert looped.solve(model, x, exit=Readout(tol=1e9, patience=1), n_loops=30).n_loops.tolist() == [2, 2]
@@ -270,7 +292,7 @@ def test_rounding_level_passes_without_a_rate():
     model = scalar_map(0.0)  # Y <- 0 (Y + P): at rest from the second loop on
     x = torch.ones(1, 1, 1, dtype=torch.float64)
     assert looped.solve(model, x, exit=Contraction(tol=1e-3))[0].n_loops == 1
-    stepped = states_model(lambda m: None, state_init="ones", inject="none")  # Y <- Y
+    stepped = states_model(lambda m: None, state_init="embedding", inject="none")  # Y <- Y
     assert looped.solve(stepped, x, exit=Contraction(tol=1e-3))[0].n_loops == 1
 
 
@@ -422,6 +444,34 @@ def test_predictions_after_every_loop_hold_after_the_exit():
         used = result[i].n_loops
         torch.testing.assert_close(result.predictions[i, :used], all_loops[i, :used], rtol=EAGER_BATCH, atol=EAGER_BATCH)
         torch.testing.assert_close(result.predictions[i, used - 1 :], result.prediction[i].expand(26 - used, -1))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_autocast_does_not_reach_the_loop(options):
+    model, x = icl_model(std=0.15, dtype=torch.float32), prompts(3, dtype=torch.float32)
+    expected = looped.solve(model, x, n_loops=20, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = looped.solve(model, x, n_loops=20, **options)
+    assert torch.equal(result.y, expected.y)
+    assert torch.equal(result.prediction, expected.prediction)
+
+
+def test_states_are_kept_apart():
+    model, x = icl_model(std=0.15), prompts(4)
+    lengths = [9, 4, 7, 2]
+    ragged = [x[i, :n] for i, n in enumerate(lengths)]
+    part = looped.solve(model, ragged, n_loops=5)
+    whole = looped.solve(model, ragged, n_loops=9)
+    alone = looped.solve(model, [ragged[1]], n_loops=9, state=part[1].state)  # its state came from a longer batch
+    torch.testing.assert_close(alone.y[0], whole.y[1], rtol=FP64, atol=FP64)
+    mask = torch.tensor([False, True, False, True])
+    some = looped.solve(model, [ragged[1], ragged[3]], n_loops=9, state=part.state.select(mask))
+    torch.testing.assert_close(some.y[1], whole.y[3], rtol=FP64, atol=FP64)
+    with pytest.raises(ValueError, match="list of prompt numbers or a mask"):
+        part.state.select(3)
+    given = icl_model(std=0.15, state_init="given")
+    with pytest.raises(ValueError, match=r"state 1 must be \[4, 16\], got \[9, 16\]"):
+        looped.solve(given, ragged[:2], state=[torch.ones(9, 16), torch.ones(9, 16)])
 
 
 # Prefix freezing ------------------------------------------------------------------------------------------------------

@@ -166,6 +166,8 @@ def test_log_has_each_step_once_after_a_crash(tmp_path, monkeypatch):
             train(tiny(), tmp_path, progress=False)
     with open(tmp_path / "log.jsonl", "a") as log:
         log.write('{"step": 9, "lo')  # a line cut short
+    log = (tmp_path / "log.jsonl").read_bytes()
+    (tmp_path / "log.jsonl").write_bytes(log + b"\n\xff\xfe{}\n1\n{}\n")  # and damage
     train(tiny(), tmp_path, resume=True, progress=False)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
@@ -191,9 +193,23 @@ def test_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
         ) as caught:
             train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert caught.value.errno == errno.ENOSPC
-    assert sorted(os.listdir(tmp_path / "run")) == ["log.jsonl", "state.pt", "train.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "state.pt", "train.json"]
     resumed = train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert torch.equal(weights(resumed), weights(train(tiny(), tmp_path / "other", progress=False)))
+
+
+def test_a_state_of_another_run_is_not_resumed(tmp_path):
+    for seed in (1, 2):
+        train(tiny(seed=seed), tmp_path / str(seed), progress=False)
+    (tmp_path / "2" / "state.pt").write_bytes((tmp_path / "1" / "state.pt").read_bytes())
+    with pytest.raises(ValueError, match="has another seed"):
+        train(tiny(seed=2), tmp_path / "2", resume=True, progress=False)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    with trainer._alone_in(tmp_path), pytest.raises(ValueError, match="another process trains in"):
+        train(tiny(), tmp_path, progress=False)
+    train(tiny(), tmp_path, progress=False)
 
 
 def test_diverging_training_says_so(tmp_path, monkeypatch):

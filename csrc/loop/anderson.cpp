@@ -12,11 +12,11 @@ namespace {
 constexpr double ridge_share = 1e-8;  // of the trace of the normal equations
 constexpr size_t most_columns = 3;
 
-// In double, in four sums that are joined in one order.
+// Of both, scaled; in double, in four sums that are joined in one order.
 template <class T>
-double dot(std::span<const T> a, std::span<const T> b) {
+double dot(std::span<const T> a, std::span<const T> b, double scale) {
     std::array<double, 4> sum{};
-    for (size_t i = 0; i < a.size(); ++i) sum[i % 4] += double(a[i]) * double(b[i]);
+    for (size_t i = 0; i < a.size(); ++i) sum[i % 4] += (double(a[i]) * scale) * (double(b[i]) * scale);
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
@@ -77,16 +77,19 @@ bool anderson_step(AndersonMemory<T> memory, Rows<const T> state, Rows<const T> 
     memory.g = g;
     memory.n_seen += 1;
 
+    // The scale of the residual cancels in gamma; without it, squares of small residuals would underflow.
+    const double scale = g > 0 && std::isfinite(g) ? 1 / g : 1.0;
     System normal{};
     double trace = 0;
     const auto column = [&](size_t k) -> std::span<const T> { return memory.d_residual.row_span(k); };
     for (size_t a = 0; a < m; ++a) {
-        for (size_t b = 0; b <= a; ++b) normal[a][b] = normal[b][a] = dot<T>(column(a), column(b));
-        normal[a][m] = dot<T>(column(a), residual);
+        for (size_t b = 0; b <= a; ++b) normal[a][b] = normal[b][a] = dot<T>(column(a), column(b), scale);
+        normal[a][m] = dot<T>(column(a), residual, scale);
         trace += normal[a][a];
     }
     for (size_t a = 0; a < m; ++a) normal[a][a] += trace > 0 ? ridge_share * trace : 1.0;
-    const auto gamma = solve(normal, m);
+    auto gamma = solve(normal, m);
+    if (!std::ranges::all_of(gamma, [](double weight) { return std::isfinite(weight); })) gamma.fill(0.0);  // a plain step
 
     for (size_t i = 0; i < image.n_rows; ++i) {
         for (size_t j = 0; j < width; ++j) {

@@ -141,8 +141,9 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
         if (counters.t_prev[0] == counters.t) counters.s_prev[0] = g;
         copy_rows<T>(image_, next_);
     }
-    const bool ends_by_stall = is_stalled && (spec_.on_stall == OnStall::damp ? counters.damped : spec_.on_stall == OnStall::exit);
-    if (spec_.on_stall == OnStall::damp && is_stalled && !counters.damped) {
+    const bool acts = is_stalled && watch.is_due();
+    const bool ends_by_stall = acts && (spec_.on_stall == OnStall::damp ? counters.damped : spec_.on_stall == OnStall::exit);
+    if (spec_.on_stall == OnStall::damp && acts && !counters.damped) {
         counters.damped = true;
         watch.reset();
     }

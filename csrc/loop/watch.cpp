@@ -51,7 +51,8 @@ bool Watch::is_stalled(double g, bool passes) {
         if (gains) counters_.best_g = g;
         counters_.checks_without_gain = gains || passes ? 0 : counters_.checks_without_gain + 1;
     }
-    return counters_.checks_without_gain >= spec_.stall_window && counters_.t >= spec_.min_loops;
+    const std::int64_t last_check = counters_.t - counters_.t % spec_.check_every;
+    return counters_.checks_without_gain >= spec_.stall_window && last_check >= spec_.min_loops;
 }
 
 void Watch::forget_rate() { std::ranges::fill(counters_.s_prev, nan); }

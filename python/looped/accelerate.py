@@ -23,7 +23,7 @@ class Anderson:
     depth: int = 3
 
     def __post_init__(self) -> None:
-        if self.depth not in (1, 2, 3):
+        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth not in (1, 2, 3):
             raise ValueError(f"Anderson: depth={self.depth!r} is not one of 1, 2, 3")
 
     def start(self, y: Tensor) -> Memory:
@@ -54,12 +54,15 @@ class Anderson:
             live[name] = columns.masked_fill(~seen[:, None, None], 0)
         live["aa.residual"], live["aa.image"], live["aa.g"] = residual, image, g
         live["aa.n_seen"] = live["aa.n_seen"] + 1
-        dR = live["aa.d_residual"].to(torch.float64)
+        # The scale of r cancels in gamma; without it, squares of small residuals would underflow.
+        scale = torch.where((g > 0) & torch.isfinite(g), 1 / g, 1.0)[:, None]
+        dR = live["aa.d_residual"].to(torch.float64) * scale[..., None]
         normal = dR @ dR.mT  # [n, m, m]
         trace = normal.diagonal(dim1=1, dim2=2).sum(-1)
         ridge = torch.where(trace > 0, RIDGE * trace, 1.0)
         normal = normal + ridge[:, None, None] * torch.eye(self.depth, dtype=normal.dtype, device=normal.device)
-        gamma = torch.linalg.solve(normal, dR @ residual.to(torch.float64)[..., None])  # [n, m, 1]
+        gamma = torch.linalg.solve_ex(normal, dR @ (residual.to(torch.float64) * scale)[..., None])[0]  # [n, m, 1]
+        gamma = torch.where(gamma.isfinite().all(dim=1, keepdim=True), gamma, 0.0)  # a plain step
         mixed = (image.to(torch.float64) - (live["aa.d_image"].mT.to(torch.float64) @ gamma).squeeze(-1)).to(F.dtype)
         return mixed.view_as(F), rose
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from looped.config import LoopedConfig
-from looped.layouts import assemble, from_state_dict, listed
+from looped.layouts import assemble, check_keys, from_state_dict, listed
 from looped.model import LoopedTransformer
 
 FORMAT = "looped-1"
@@ -32,16 +32,21 @@ PICKLED_WEIGHTS_FILE = "pytorch_model.bin"
 def save_model(model: LoopedTransformer, folder: str | os.PathLike[str]) -> None:
     """Write `model.safetensors` and `config.json` into a folder, which is made if missing.
 
-    Dtypes are kept. Raises OSError where the disk is full or read-only; a model saved there before is then left whole.
+    Dtypes are kept; the wrappers of torch.compile and DistributedDataParallel are left out. Raises OSError where the disk is
+    full or read-only; a model saved there before is then left whole. Raises ValueError for a model whose parameters are not
+    those of its configuration.
     """
     folder = Path(folder)
+    state = {re.sub(r"(_orig_mod|module)\.", "", name): tensor for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        check_keys("save_model: the model", LoopedTransformer(model.config).state_dict(), state)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    config = json.dumps({"format": FORMAT} | model.config.to_dict(), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    config = {"format": FORMAT} | model.config.to_dict()
     _replace_files(
         {
-            folder / WEIGHTS_FILE: safetensors.torch.save(tensors, metadata={"format": FORMAT}),
-            folder / CONFIG_FILE: json.dumps(config, indent=2).encode(),
+            folder / WEIGHTS_FILE: safetensors.torch.save(tensors, metadata={"format": FORMAT, "config": config}),
+            folder / CONFIG_FILE: config.encode(),
         }
     )
 
@@ -65,7 +70,15 @@ def load_model(folder: str | os.PathLike[str]) -> LoopedTransformer:
         config = LoopedConfig.from_dict(fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {folder / CONFIG_FILE} describes no model: {error}") from error
-    return assemble(f"{who}: {folder / WEIGHTS_FILE}", config, _read_safetensors(who, folder / WEIGHTS_FILE))
+    tensors = _read_safetensors(who, folder / WEIGHTS_FILE)
+    with safetensors.safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        saved_with = (file.metadata() or {}).get("config")
+    if saved_with is not None and json.loads(saved_with) != {"format": FORMAT} | fields:
+        raise ValueError(
+            f"{who}: {folder / WEIGHTS_FILE} and {folder / CONFIG_FILE} come from two models (a save was cut short, or one of "
+            "them was edited); save the model again"
+        )
+    return assemble(f"{who}: {folder / WEIGHTS_FILE}", config, tensors)
 
 
 # Other people's layouts -------------------------------------------------------------------------------------------
@@ -183,7 +196,7 @@ def _read_json(who: str, path: Path) -> dict[str, Any]:
     _check_is_file(who, path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{who}: {path} is not JSON ({error}); restore it") from error
     if not isinstance(content, dict):
         raise ValueError(f"{who}: {path} holds a JSON {type(content).__name__} but must hold an object; restore it")

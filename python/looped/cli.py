@@ -27,7 +27,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            click.echo(f"looped: {stop or 'interrupted'}", err=True)
+            click.echo(f"looped: {str(stop) or 'interrupted'}", err=True)
             ctx.exit(130)
         except (ValueError, TypeError) as error:
             click.echo(f"looped: {error}", err=True)
@@ -111,6 +111,8 @@ def evaluate_command(
     _use_threads(threads)
     if out:
         out.mkdir(parents=True, exist_ok=True)
+    if twin_fields and not twin:
+        raise click.UsageError("--twin-set goes with --twin")
     if twin is None and model is None:
         twin = f"{BUNDLED}_tied"
     main_model = _load(model or BUNDLED, fields)
@@ -139,7 +141,8 @@ def evaluate_command(
         predictors += baselines_for(task)
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
-    with tqdm(total=total, unit="prompt", desc="evaluating", file=sys.stderr, dynamic_ncols=True) as bar:
+    quiet = sys.stderr is None
+    with tqdm(total=total, unit="prompt", desc="evaluating", file=sys.stderr, dynamic_ncols=True, disable=quiet) as bar:
 
         def progress(name: str, n_done: int) -> None:
             bar.set_postfix_str(name)
@@ -155,22 +158,22 @@ def evaluate_command(
             n_loops_settling=300 if settling else 0,
             progress=progress,
         )
-    if out:
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+    else:
+        from rich.console import Console
+
+        from looped.report.tables import evaluation_tables
+
+        console = Console(width=None if sys.stdout.isatty() else 100)
+        for table in evaluation_tables(result):
+            console.print(table)
+    if out:  # after printing: a full disk must not lose the result
         from looped.report.plots import plot_evaluation
 
         result.save(out)
         plot_evaluation(result, out / "evaluation.png")
         click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
-    if as_json:
-        click.echo(json.dumps(result.to_dict()))
-        return
-    from rich.console import Console
-
-    from looped.report.tables import evaluation_tables
-
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    for table in evaluation_tables(result):
-        console.print(table)
 
 
 @main.command("train")
@@ -201,13 +204,16 @@ def train_command(
     from looped.train import preset, train
 
     _use_threads(threads)
-    config = preset(preset_name, task, tied=tied, **_key_values(fields))
+    changes = _key_values(fields)
+    for name in ("name", "task", "tied", "model"):
+        if name in changes:
+            raise click.UsageError(f"--set {name} is not a field of the run; use --preset, --task or --tied")
+    config = preset(preset_name, task, tied=tied, **changes)
     train(config, out, resume=resume)
     if as_json:
-        last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
-        click.echo(
-            json.dumps({"model": str(out / "model"), "step": last["step"], "seconds": last["seconds"], "loss": last["loss"]})
-        )
+        lines = (out / "log.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1]) if lines else {}
+        click.echo(json.dumps({"model": str(out / "model")} | {name: last.get(name) for name in ("step", "seconds", "loss")}))
     else:
         click.echo(f"looped: the model is in {out / 'model'}; score it with: looped eval {out / 'model'}", err=True)
 

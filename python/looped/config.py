@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +95,12 @@ class LoopedConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"LoopedConfig: {name}={value!r} is not one of {', '.join(allowed)}")
+        for name in ("d_model", "n_heads"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least 1")
         if self.head_dim is None:
-            if self.n_heads < 1 or self.d_model % self.n_heads:
+            if self.d_model % self.n_heads:
                 raise ValueError(
                     f"LoopedConfig: d_model {self.d_model} does not divide by n_heads {self.n_heads}; give head_dim"
                 )
@@ -116,8 +121,8 @@ class LoopedConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least 1, or None")
-        if not isinstance(self.norm_eps, (int, float)) or self.norm_eps < 0:
-            raise ValueError(f"LoopedConfig: norm_eps={self.norm_eps!r} must be a number of at least 0")
+        if not isinstance(self.norm_eps, (int, float)) or not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"LoopedConfig: norm_eps={self.norm_eps!r} must be a number above 0")
         for name in ("bias", "tie_readout"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"LoopedConfig: {name}={getattr(self, name)!r} must be true or false")
@@ -137,6 +142,11 @@ class LoopedConfig:
             raise ValueError('LoopedConfig: tie_readout needs input_kind="tokens" and readout="vocabulary"')
         if self.loop_norm != "none" and self.norm_kind == "none":
             raise ValueError('LoopedConfig: norm_kind="none" has no final norm; set loop_norm="none"')
+        if self.inject == "none" and self.state_init in ("zeros", "ones"):
+            raise ValueError(
+                f'LoopedConfig: inject="none" with state_init={self.state_init!r} never sees its prompt; '
+                'use state_init="embedding" or "given"'
+            )
         if self.loop_norm == "each" and self.n_coda:
             raise ValueError(
                 'LoopedConfig: with loop_norm="each" the read-out reads the state itself, so n_coda must be 0; '

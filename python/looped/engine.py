@@ -87,8 +87,8 @@ def solve_iter(
     prompts: an iterable of single prompts ([T_i, n_dims], [T_i] or [T_i, C]), read as results are asked for. The other
     parameters are those of `solve`. Raises at once for wrong ones, and names the batch of a wrong prompt when it comes to it.
     """
-    if batch_size < 1:
-        raise ValueError(f"solve_iter: batch_size={batch_size} must be at least 1")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"solve_iter: batch_size={batch_size!r} must be an integer of at least 1")
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
     model = _in_dtype(model, dtype)
 
@@ -126,9 +126,12 @@ def _spec(
 ) -> LoopSpec:
     if backend not in BACKENDS:
         raise ValueError(f"solve: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    rule = make_exit(exit)
+    if rule.scope == "prefix" and model.config.mask_kind != "causal":
+        raise ValueError('solve: scope="prefix" needs a causal mask; use scope="prompt" with this model')
     return LoopSpec(
         n_loops=loop_count(model.config.n_loops if n_loops is None else n_loops),
-        rule=make_exit(exit),
+        rule=rule,
         on_stall=on_stall,
         accelerate=make_acceleration(accelerate),
         return_predictions=return_predictions,
@@ -189,9 +192,9 @@ class _Batch:
         if is_list:
             if lengths is not None:
                 raise ValueError("solve: lengths go with a padded batch; prompts in a list have their own")
-            tokens, own_lengths = _pad(model, [_tensor(model, prompt) for prompt in prompts])
+            tokens, own_lengths = _pad(model, [_tensor(model, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)])
         else:
-            tokens = _tensor(model, prompts)
+            tokens = _tensor(model, prompts, "prompts")
             if tokens.dim() != _dims(model) + 1:
                 raise ValueError(f"solve: prompts must be {_shape(model, batched=True)}, got {list(tokens.shape)}")
             own_lengths = _lengths(tokens, lengths)
@@ -240,10 +243,14 @@ class _Batch:
                 raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
             return state
         parameter = next(model.parameters())
-        if isinstance(state, np.ndarray):
-            state = torch.tensor(state)
-        if not isinstance(state, Tensor):
-            state = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(y) for y in state], batch_first=True)
+        if not isinstance(state, (Tensor, np.ndarray)):
+            states = [_from_array(y) for y in state]
+            for i, (y, length) in enumerate(zip(states, self.own_lengths, strict=False)):
+                if y.shape != (length, model.config.d_model):
+                    raise ValueError(f"solve: state {i} must be {[length, model.config.d_model]}, got {list(y.shape)}")
+            width = model.config.d_model
+            state = torch.nn.utils.rnn.pad_sequence(states, batch_first=True) if states else torch.zeros(0, 1, width)
+        state = _from_array(state)
         padded = state.new_zeros(len(self.tokens), self.tokens.shape[1], model.config.d_model)
         if state.shape[0] != len(self.tokens) or state.shape[2:] != padded.shape[2:] or state.shape[1] < max(self.own_lengths):
             raise ValueError(
@@ -294,18 +301,29 @@ def _shape(model: LoopedTransformer, batched: bool) -> str:
     return f"{model.config.input_kind} [{'B, ' if batched else ''}T{width}]"
 
 
-def _tensor(model: LoopedTransformer, prompt: Any) -> Tensor:
+def _from_array(values: Any) -> Tensor:
+    """A tensor as it is, or a copy of an array in native byte order: arrays may be read-only, reversed or big-endian."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("solve: masked arrays are not taken; shorten the prompt, or fill it and give lengths")
+    if isinstance(values, np.ndarray):
+        values = torch.from_numpy(np.array(values, dtype=values.dtype.newbyteorder("="), order="C"))
+    if not isinstance(values, Tensor):
+        raise TypeError(f"solve: a prompt or a state must be a tensor or an array, got {type(values).__name__}")
+    if values.is_complex() or values.layout != torch.strided or values.is_nested:
+        raise TypeError(f"solve: prompts and states must be dense and real, got {values.dtype}, {values.layout}")
+    return values.detach()
+
+
+def _tensor(model: LoopedTransformer, prompt: Any, name: str) -> Tensor:
     """A prompt or a batch as a tensor on the model's device: float prompts in its dtype, token ids int64."""
-    if not isinstance(prompt, (Tensor, np.ndarray)):
-        raise TypeError(f"solve: a prompt must be a tensor or an array, got {type(prompt).__name__}")
     parameter = next(model.parameters())
-    tensor = torch.tensor(prompt) if isinstance(prompt, np.ndarray) else prompt.detach()  # copies: arrays may be read-only
+    tensor = _from_array(prompt)
     if model.config.input_kind == "tokens":
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
             raise TypeError(f"solve: token prompts must hold integers, got {tensor.dtype}")
         return tensor.to(parameter.device, torch.int64)
     if tensor.dim() < 2 or tensor.shape[-1] != _width(model):
-        raise ValueError(f"solve: prompts must be {_shape(model, batched=tensor.dim() > 2)}, got {list(tensor.shape)}")
+        raise ValueError(f"solve: {name} must be {_shape(model, batched=name == 'prompts')}, got {list(tensor.shape)}")
     return tensor.to(parameter)
 
 
@@ -321,12 +339,15 @@ def _pad(model: LoopedTransformer, prompts: list[Tensor]) -> tuple[Tensor, list[
     return parameter.new_zeros(0, 1, _width(model)), []
 
 
-def _lengths(tokens: Tensor, lengths: Tensor | Sequence[int] | None) -> list[int]:
+def _lengths(tokens: Tensor, lengths: Any) -> list[int]:
     if lengths is None:
         return [tokens.shape[1]] * tokens.shape[0]
-    values = torch.as_tensor(lengths)
-    if values.dim() != 1 or len(values) != len(tokens) or values.is_floating_point():
+    values = _from_array(lengths) if isinstance(lengths, np.ndarray) else torch.as_tensor(lengths)
+    if not values.numel():
+        values = values.to(torch.int64)
+    if values.dim() != 1 or len(values) != len(tokens) or values.is_floating_point() or values.is_complex():
         raise ValueError(f"solve: lengths must be {len(tokens)} integers, got {values.dtype} {list(values.shape)}")
+    values = values.to(torch.int64)
     wrong = ((values < 0) | (values > tokens.shape[1])).nonzero()
     if len(wrong):
         i = int(wrong[0])

@@ -203,11 +203,15 @@ class Readout(ToleranceRule):
         change, size = (x.reshape(x.shape[0], x.shape[1], -1).norm(dim=-1) for x in (now - before, now))  # [n, N]
         if step.is_per_token:
             passed, known = step.g <= self.tol * step.n, known[:, None]
-            passed[:, :: step.read_stride] = change <= self.tol * size
+            passed[:, :: step.read_stride] = self._is_still(change, size)
         else:
-            passed = change.norm(dim=-1) <= self.tol * size.norm(dim=-1)
+            change, size = change.norm(dim=-1), size.norm(dim=-1)
+            passed = self._is_still(change, size)
         memory["prediction"], memory["has_prediction"] = now, torch.ones_like(memory["has_prediction"])
         return (passed & known) | (step.g == 0)
+
+    def _is_still(self, change: Tensor, size: Tensor) -> Tensor:
+        return torch.ones_like(change, dtype=torch.bool) if math.isinf(self.tol) else change <= self.tol * size
 
 
 RULES: dict[str, type[ExitRule]] = {
@@ -299,7 +303,7 @@ class Watch:
         return passed
 
     def stalled(self, live: Memory, t: Tensor, g: Tensor, passing: Tensor) -> Tensor:
-        """Which prompts have gone `stall_window` checks without progress: bool [n].
+        """Which prompts had gone `stall_window` checks without progress at their last check: bool [n].
 
         g: float64 [n]. Progress is a g below 0.9 of its best, or a check that the rule passes (passing, bool [n]).
         """
@@ -310,7 +314,8 @@ class Watch:
         live["best_g"] = torch.where(gains, g, live["best_g"])
         count = torch.where(gains | (due & passing), 0, live["checks_without_gain"] + due.long())
         live["checks_without_gain"] = count
-        return (count >= self.rule.stall_window) & (t >= self.rule.min_loops)
+        last_check = t - t % self.rule.check_every
+        return (count >= self.rule.stall_window) & (last_check >= self.rule.min_loops)
 
 
 def unit_mask(prompts: Tensor, units: Tensor) -> Tensor:

@@ -45,8 +45,11 @@ def assemble(
     Draws no random numbers. Raises ValueError that lists missing or extra keys, wrong shapes or integer tensors, by the
     names in `theirs` where it has them.
     """
-    with torch.device("meta"):
-        model = LoopedTransformer(config)
+    try:
+        with torch.device("meta"):
+            model = LoopedTransformer(config)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ValueError(f"{where}: no model can have these sizes ({error})") from error
     expected = model.state_dict()
     check_keys(where, expected, tensors)
     wrong = [
@@ -115,12 +118,16 @@ def listed(names: Collection[str], most: int = 8) -> str:
 def _unwrap(where: str, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The state dict inside {'model': ...} and the like, and the model_args beside it."""
     declared: dict[str, Any] = {}
+    seen: list[int] = []
     while inner := [key for key in ("model", "model_state_dict", "state_dict") if isinstance(state.get(key), Mapping)]:
         if len(inner) > 1:
             raise ValueError(f"{where} holds several state dicts, {listed(inner)}; pass the one to load")
         if isinstance(state.get("model_args"), Mapping):
             declared |= state["model_args"]
+        seen.append(id(state))
         state = state[inner[0]]
+        if id(state) in seen:
+            raise ValueError(f"{where} holds itself; pass the model's state dict")
     return state, declared
 
 

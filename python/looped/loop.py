@@ -36,6 +36,8 @@ class LoopSpec:
     return_predictions: bool = False
 
     def __post_init__(self) -> None:
+        if self.n_loops >= 2**62:
+            raise ValueError(f"solve: n_loops={self.n_loops} is more than a loop counter holds")
         if self.on_stall not in ON_STALL:
             raise ValueError(f"solve: on_stall={self.on_stall!r} is not one of {', '.join(ON_STALL)}")
         if self.rule.min_loops > self.n_loops:
@@ -51,7 +53,7 @@ class LoopSpec:
     @property
     def stopping(self) -> tuple[object, ...]:
         """What decides when a prompt stops; a state resumes its counters only under the same."""
-        return (self.rule, self.on_stall, self.accelerate)
+        return (type(self.rule), vars(self.rule), self.on_stall, self.accelerate)
 
     @property
     def is_plain(self) -> bool:
@@ -74,6 +76,8 @@ class LoopState:
     def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
         """The states of some prompts: their numbers, or a bool mask [B]."""
         rows = torch.as_tensor(prompts, device=self.y.device)
+        if rows.dim() != 1 or (len(rows) and rows.is_floating_point()):
+            raise ValueError(f"LoopState.select: takes a list of prompt numbers or a mask, got {prompts!r}")
         if rows.dtype == torch.bool:
             if rows.shape != self.y.shape[:1]:
                 raise ValueError(f"LoopState.select: a mask must be [{len(self.y)}], got {list(rows.shape)}")

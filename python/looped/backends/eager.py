@@ -78,6 +78,13 @@ def run(
 
     prompts and lengths as in `LoopedTransformer.embed`; state: Y_0 where the model wants one given, or a `LoopState`.
     """
+    with torch.autocast(prompts.device.type, enabled=False):  # the dtype asked for is the dtype computed in
+        return _run(model, prompts, lengths, spec, state)
+
+
+def _run(
+    model: LoopedTransformer, prompts: Tensor, lengths: Tensor | None, spec: LoopSpec, state: LoopState | Tensor | None
+) -> LoopResult:
     loop = EagerLoop(model, spec)
     live = loop.start(prompts, lengths, state)
     first_t = live["t"].clone()
@@ -143,9 +150,10 @@ class EagerLoop:
         stalled = self.watch.stalled(live, live["t"], moving_g, passing)
         live["Y"] = self.confirm_plainly(live, next_Y, F, g)
 
-        ends_by_stall = stalled & (live["damped"] if spec.on_stall == "damp" else spec.on_stall == "exit")
+        acts = stalled & (live["t"] % spec.rule.check_every == 0)
+        ends_by_stall = acts & (live["damped"] if spec.on_stall == "damp" else spec.on_stall == "exit")
         if spec.on_stall == "damp":
-            starts = stalled & ~live["damped"]
+            starts = acts & ~live["damped"]
             live["damped"] = live["damped"] | starts
             self.watch.reset(live, starts)
         status = torch.where(stalled, Status.STALLED, Status.MAX_LOOPS)

@@ -19,8 +19,6 @@ class PrefixScope:
     """A unit is a token; `prefix.frozen` int64 [n] tokens of each prompt no longer move."""
 
     def __init__(self, model: LoopedTransformer) -> None:
-        if model.config.mask_kind != "causal":
-            raise ValueError('solve: scope="prefix" needs a causal mask; use scope="prompt" with this model')
         self.model = model
 
     def start(self, P: Tensor, lengths: Tensor) -> Memory:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from looped.loop import LoopResult, Status
 
 log = logging.getLogger(__name__)
 
-EVALUATION_STREAM = 1 << 40  # added to the seed
+EVALUATION_STREAM = 0x1C1  # what a seed is mixed with, so that evaluation draws other prompts than training
 N_PROMPTS = 1280  # of the papers' figures
 SLOW_PROMPTS = 128  # at most, for a baseline whose cost is "slow"
 SETTLING_PROMPTS = 1280  # at most, for the study of states far past the trained loops
@@ -153,9 +154,17 @@ def evaluate(
 
 def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:
     """The first n_prompts prompts of a seed; the batch size does not change them, and no training seed draws them."""
-    generator = torch.Generator().manual_seed(EVALUATION_STREAM + seed)
+    generator = evaluation_stream(seed)
     for start in range(0, n_prompts, batch_size):
         yield task.sample(min(batch_size, n_prompts - start), n_points, generator=generator)
+
+
+def evaluation_stream(seed: int) -> torch.Generator:
+    """A generator that no training run of any seed has. PyTorch seeds it with 32 bits, so they are mixed, not added to."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"evaluate: seed={seed} must lie in 0 .. 2^32 - 1")
+    mixed = np.random.SeedSequence([EVALUATION_STREAM, seed]).generate_state(1)[0]
+    return torch.Generator().manual_seed(int(mixed))
 
 
 class _Scorer:
@@ -171,7 +180,13 @@ class _Scorer:
         room = int(min(len(pairs.ys), self.limit - self.by_examples.n_prompts))
         if room > 0:
             xs, ys = pairs.xs[:room], pairs.ys[:room]
-            self.by_examples.add(self.errors(self.predictions(xs, ys), ys))
+            predictions = self.predictions(xs.clone(), ys.clone())  # a predictor may not change what the next one sees
+            if predictions.shape != ys.shape:
+                raise ValueError(
+                    f"evaluate: {self.predictor.name} predicts {list(predictions.shape)} for ys {list(ys.shape)}; "
+                    "a prediction for every point is needed, NaN where there is none"
+                )
+            self.by_examples.add(self.errors(predictions, ys))
         return max(room, 0)
 
     def predictions(self, xs: Tensor, ys: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from looped.accelerate import Anderson
+from looped.accelerate import Anderson, make_acceleration
 from looped.engine import solve
-from looped.exits import ExitRule, Fixed
+from looped.exits import ExitRule, make_exit
 from looped.icl.prompts import interleave
 from looped.loop import LoopResult
 from looped.model import LoopedTransformer
@@ -28,12 +28,31 @@ class LoopedPredictor:
     model: LoopedTransformer
     name: str = "looped"
     n_loops: int | None = None
-    exit: ExitRule = field(default_factory=Fixed)
+    exit: ExitRule | str | None = None
     on_stall: str = "ignore"
-    accelerate: Anderson | None = None
+    accelerate: Anderson | str | None = None
 
     cost: ClassVar[str] = "cheap"
     why_unavailable: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        if (config.input_kind, config.readout, config.read_stride) != ("features", "scalar", 2):
+            raise ValueError(
+                "LoopedPredictor: the model must read features and give a scalar at every second token, got "
+                f"input_kind={config.input_kind!r}, readout={config.readout!r}, read_stride={config.read_stride}"
+            )
+        if config.mask_kind != "causal":
+            raise ValueError('LoopedPredictor: with mask_kind="full" a prediction sees its own answer; use a causal model')
+        if config.n_loops < 1:
+            raise ValueError("LoopedPredictor: the model's n_loops is 0; set it to the trained loops")
+        object.__setattr__(self, "exit", make_exit(self.exit))
+        object.__setattr__(self, "accelerate", make_acceleration(self.accelerate))
+
+    @property
+    def rule(self) -> ExitRule:
+        """The exit rule."""
+        return make_exit(self.exit)
 
     @property
     def n_loops_trained(self) -> int:
@@ -52,13 +71,13 @@ class LoopedPredictor:
 
     def exit_to_dict(self) -> dict[str, Any]:
         """How it stops, as plain JSON values."""
-        rule = {name: value for name, value in dataclasses.asdict(self.exit).items() if not isinstance(value, list)}
+        rule = {name: value for name, value in dataclasses.asdict(self.rule).items() if not isinstance(value, list)}
         if math.isinf(rule.get("tol", 0)):
             rule["tol"] = "inf"
         return {
-            "rule": type(self.exit).__name__.lower(),
+            "rule": type(self.rule).__name__.lower(),
             **rule,
             "on_stall": self.on_stall,
-            "accelerate": None if self.accelerate is None else f"anderson({self.accelerate.depth})",
+            "accelerate": f"anderson({self.accelerate.depth})" if isinstance(self.accelerate, Anderson) else None,
             "n_loops": self.n_loops if self.n_loops is not None else self.n_loops_trained,
         }

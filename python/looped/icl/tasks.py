@@ -262,4 +262,7 @@ def make_task(name: str, n_dims: int, **options: Any) -> Task:
     if name not in TASKS:
         nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown task {name!r}; did you mean {nearest!r}? (of {', '.join(TASKS)})")
-    return TASKS[name](n_dims, **options)
+    try:
+        return TASKS[name](n_dims, **options)
+    except TypeError as error:
+        raise ValueError(f"task {name}: options {options} do not fit it ({error})") from error

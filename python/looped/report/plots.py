@@ -56,7 +56,8 @@ def _error_by_examples(axes: Axes, evaluation: Evaluation, colors: dict[str, Any
         _curve(axes, range(evaluation.n_points), score.error_by_examples.to_dict(), colors[name], label=label, **style)
     axes.axvline(evaluation.n_dims, color="0.75", linewidth=1, zorder=0)
     axes.annotate("as many examples\nas dimensions", (evaluation.n_dims, 1), xycoords=("data", "axes fraction"), **_NOTE)
-    axes.set(yscale="log", xlabel="examples in the prompt", ylabel="squared error / variance of y", ylim=(1e-4, None))
+    _log_scale(axes, "y")
+    axes.set(xlabel="examples in the prompt", ylabel="squared error / variance of y", ylim=(1e-4, None))
     axes.set_title("error by examples")
     axes.legend(fontsize=8, loc="lower left")
 
@@ -71,8 +72,15 @@ def _error_by_loops(axes: Axes, evaluation: Evaluation, looped: dict[str, Score]
         axes.axvline(trained, color="0.4", linewidth=1, linestyle=":")
         axes.annotate("trained loops", (trained, 1), xycoords=("data", "axes fraction"), **_NOTE)
         axes.legend(fontsize=8)
-    axes.set(xscale="log", yscale="log", xlabel="loops", ylabel="squared error / variance of y")
+    _log_scale(axes, "xy")
+    axes.set(xlabel="loops", ylabel="squared error / variance of y")
     axes.set_title(f"error at {evaluation.n_points - 1} examples, by loops")
+
+
+def _log_scale(axes: Axes, which: str) -> None:
+    """Logarithmic axes where there is something to show on them."""
+    if any(np.isfinite(line.get_ydata()).any() for line in axes.get_lines()):
+        axes.set(**{f"{axis}scale": "log" for axis in which})
 
 
 def _loops_used(axes: Axes, looped: dict[str, Score], colors: dict[str, Any]) -> None:
@@ -106,7 +114,8 @@ def _change_by_loops(axes: Axes, looped: dict[str, Score], colors: dict[str, Any
         axes.plot(loops, change[:, column[1.0]], color=colors[name], linewidth=0.9, linestyle=":", label="slowest prompt")
         axes.axhline(settling["rounding_level"], color="0.6", linewidth=0.8)
         axes.legend(fontsize=8)
-    axes.set(xscale="log", yscale="log", xlabel="loops", ylabel="change of the state / its norm")
+    _log_scale(axes, "xy")
+    axes.set(xlabel="loops", ylabel="change of the state / its norm")
     axes.set_title("do states come to rest? (band: 5 to 95 % of prompts)")
 
 

@@ -23,6 +23,8 @@ class Ramp:
     every: int = 1
 
     def __post_init__(self) -> None:
+        if any(isinstance(x, bool) or not isinstance(x, int) for x in (self.start, self.end, self.increment, self.every)):
+            raise ValueError(f"Ramp: start, end, increment and every must be integers, got {self}")
         if not (self.start <= self.end and self.increment >= 1 and self.every >= 1):
             raise ValueError(f"Ramp: needs start <= end, increment >= 1 and every >= 1, got {self}")
 
@@ -83,6 +85,10 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig: {name}={value!r} must be a number of at least 0")
             if value == 0 and name != "rest_weight":
                 raise ValueError(f"TrainConfig: {name} must be above 0")
+        if not isinstance(self.model, LoopedConfig):
+            raise ValueError(f"TrainConfig: model={self.model!r} must be a LoopedConfig")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"TrainConfig: seed={self.seed} must lie in 0 .. 2^32 - 1")
         if not isinstance(self.task_options, dict):
             raise ValueError(f"TrainConfig: task_options={self.task_options!r} must be a mapping of the task's options")
         for name in (
@@ -96,7 +102,7 @@ class TrainConfig:
             "save_every",
             "keep_every",
         ):
-            if not isinstance(getattr(self, name), int):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
         if self.decay not in ("none", "cosine"):
             raise ValueError(f"TrainConfig: decay={self.decay!r} is not one of none, cosine")

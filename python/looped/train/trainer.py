@@ -55,6 +55,7 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         return {
+            "config": self.config.to_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
@@ -105,7 +106,7 @@ class Run:
         if not (torch.isfinite(loss) and torch.isfinite(norm)):
             raise FloatingPointError(
                 f"train: the loss or its gradient is not finite at step {step + 1}; start again in another folder with a lower "
-                "lr, a grad_clip or a shorter window (state.pt keeps the last good step)"
+                "lr, a grad_clip or a shorter window"
             )
         self.optimizer.step()
         self.step += 1
@@ -149,23 +150,32 @@ def train(
     checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges.
     """
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        return _train(config, folder, resume, progress)
+
+
+def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> LoopedTransformer:
     run = Run.start(config)
     if (folder / "state.pt").exists():
         _load_into(run, folder, resume)
-    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob("*.partial"):  # of a process that was killed while it wrote
+        leftover.unlink(missing_ok=True)
     write_atomically(folder / "train.json", json.dumps(config.to_dict(), indent=2).encode())
     _drop_log_after(folder / "log.jsonl", run.step)
     saved_step = run.step
+
+    def kept() -> str:
+        return f"the checkpoint of step {saved_step} is whole, resume from it" if saved_step else "there is no checkpoint yet"
 
     def save() -> None:
         nonlocal saved_step
         try:
             write_training_state(folder / "state.pt", run.to_dict())
         except OSError as error:
-            last = f"the checkpoint of step {saved_step} is whole" if saved_step else "there is no earlier one"
             raise OSError(
                 error.errno,
-                f"train: cannot write the checkpoint of step {run.step} ({error.strerror}); {last}; make room and resume",
+                f"train: cannot write the checkpoint of step {run.step} ({error.strerror}); {kept()}; make room",
             ) from error
         saved_step = run.step
 
@@ -184,8 +194,14 @@ def train(
                     loops=numbers["n_loops"],
                     prompts_per_s=f"{config.batch_size / took:.0f}",
                 )
-                log_file.write(json.dumps(numbers) + "\n")
-                log_file.flush()
+                try:
+                    log_file.write(json.dumps(numbers) + "\n")
+                    log_file.flush()
+                except OSError as error:
+                    text = (
+                        f"train: cannot write {folder / 'log.jsonl'} at step {run.step} ({error.strerror}); {kept()}; make room"
+                    )
+                    raise OSError(error.errno, text) from error
             if config.keep_every and run.step % config.keep_every == 0:  # before the checkpoint, or a crash could skip it
                 save_model(run.model, folder / f"model_{run.step}")
             if run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set():
@@ -199,28 +215,42 @@ def train(
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
     if not resume:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
-    before = json.loads((folder / "train.json").read_text())
-    now = json.loads(json.dumps(run.config.to_dict()))
+    state = load_training_state(folder / "state.pt")
+    now, before = run.config.to_dict(), state.get("config", {})
     different = [name for name in now if now[name] != before.get(name)]
     if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
-    run.load(load_training_state(folder / "state.pt"))
+    run.load(state)
 
 
 def _drop_log_after(path: Path, step: int) -> None:
-    """Forget logged steps after the checkpoint, which will be run again, and a line cut short by a crash."""
+    """Forget logged steps after the checkpoint, which will be run again, and lines that are none (cut short by a crash)."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            numbers = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if numbers["step"] > step:
-            break
-        kept.append(line + "\n")
+            logged = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError):
+            continue
+        if isinstance(logged, int) and logged <= step:
+            kept.append(line + "\n")
     write_atomically(path, "".join(kept).encode())
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold the run's folder for this process; the lock goes with the process, however that ends."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"train: another process trains in {folder}; wait for it or choose another folder") from None
+        except ImportError:  # no such locks on Windows
+            pass
+        yield
 
 
 @contextmanager
