@@ -611,6 +611,7 @@ def test_progress_is_called_and_may_stop_the_run():
 def test_an_interrupt_stops_the_run():
     code = f"""
 import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored for background jobs
 sys.path[:0] = {sys.path!r}
 from test_cpu_engine import *
 from test_cpu_engine import _engine
