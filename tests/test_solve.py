@@ -467,6 +467,8 @@ def test_states_are_kept_apart():
     mask = torch.tensor([False, True, False, True])
     some = looped.solve(model, [ragged[1], ragged[3]], n_loops=9, state=part.state.select(mask))
     torch.testing.assert_close(some.y[1], whole.y[3], rtol=FP64, atol=FP64)
+    with pytest.raises(ValueError, match="state is of another prompt 1"):
+        looped.solve(model, [ragged[0], prompts(1, T=4, seed=9)[0], *ragged[2:]], n_loops=9, state=part.state)
     with pytest.raises(ValueError, match="list of prompt numbers or a mask"):
         part.state.select(3)
     given = icl_model(std=0.15, state_init="given")

@@ -16,7 +16,7 @@ from looped.accelerate import Anderson, make_acceleration
 from looped.backends import cpu, eager
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import LoopResult, LoopSpec, LoopState, PromptResult
-from looped.model import LoopedTransformer, loop_count, own_tokens
+from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
@@ -149,7 +149,8 @@ def _run(
     batch = _Batch.of(model, prompts, lengths, state)
     run, reason = _choose(model, spec, backend)
     result = run(model, batch.tokens, batch.lengths, spec, batch.state(model, state))
-    return dataclasses.replace(batch.like_input(model, result), reason=reason)
+    state_here = dataclasses.replace(result.state, prompt_sums=batch.sums())
+    return dataclasses.replace(batch.like_input(model, result), reason=reason, state=state_here)
 
 
 def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Callable[..., LoopResult], str]:
@@ -217,6 +218,11 @@ class _Batch:
             batch.check_ids(model, own_tokens(tokens.shape[1], of_prompts))
         return batch
 
+    def sums(self) -> Tensor:
+        """The sum over each prompt's own tokens, float64 [B]."""
+        own = own_tokens(self.tokens.shape[1], self.lengths)
+        return clear_padding(self.tokens.double(), own).flatten(1).sum(dim=1)
+
     def check_ids(self, model: LoopedTransformer, own: Tensor | None) -> None:
         size = model.config.vocab_size or 0
         wrong = (self.tokens < 0) | (self.tokens >= size)
@@ -239,6 +245,12 @@ class _Batch:
                 raise ValueError(
                     f"solve: state is {list(state.y.shape)} but the prompts have {list(expected)}; resume with the same ones"
                 )
+            if state.prompt_sums is not None:
+                same = torch.isclose(state.prompt_sums, self.sums(), rtol=1e-6, atol=1e-6, equal_nan=True)
+                if not same.all():
+                    raise ValueError(
+                        f"solve: state is of another prompt {int((~same).nonzero()[0])}; resume with the same ones"
+                    )
             if state.y.dtype != next(model.parameters()).dtype:
                 raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
             return state

@@ -72,6 +72,7 @@ class LoopState:
     y: Tensor
     memory: Memory
     stopping: tuple[object, ...]
+    prompt_sums: Tensor | None = None  # float64 [B], tells other prompts from the same ones
 
     def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
         """The states of some prompts: their numbers, or a bool mask [B]."""
@@ -83,7 +84,9 @@ class LoopState:
                 raise ValueError(f"LoopState.select: a mask must be [{len(self.y)}], got {list(rows.shape)}")
             rows = rows.nonzero().squeeze(-1)
         rows = rows.long()
-        return LoopState(self.y[rows], {name: tensor[rows] for name, tensor in self.memory.items()}, self.stopping)
+        memory = {name: tensor[rows] for name, tensor in self.memory.items()}
+        sums = None if self.prompt_sums is None else self.prompt_sums[rows]
+        return LoopState(self.y[rows], memory, self.stopping, sums)
 
 
 @dataclass(frozen=True)
