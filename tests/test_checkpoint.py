@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 
+import looped
 from looped.checkpoint import (
     load_checkpoint,
     load_model,
@@ -712,3 +713,32 @@ def test_a_written_file_is_readable_by_its_owner_alone(tmp_path: Any) -> None:
 def test_reading_a_checkpoint_imports_transformers() -> None:
     code = "import sys, looped.checkpoint; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_saved_model_cannot_be_loaded(tmp_path):
+    """What save_model accepts, load_model reads: wrappers are left out, foreign parameters refused."""
+    model = looped.LoopedTransformer(looped.icl_config(n_dims=2, n_points=3, d_model=8, n_heads=2))
+    looped.save_model(torch.compile(model, backend="eager"), tmp_path / "compiled")
+    loaded = looped.load_model(tmp_path / "compiled")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    torch.nn.utils.parametrizations.weight_norm(model.core[0].mlp.fc)
+    with pytest.raises(ValueError, match=r"core\.0\.mlp\.fc"):
+        looped.save_model(model, tmp_path / "normed")
+    assert not (tmp_path / "normed").exists()
+
+
+def test_weights_and_configuration_come_from_two_models(tmp_path):
+    for n_loops in (3, 5):
+        config = looped.icl_config(n_dims=2, n_points=3, d_model=8, n_heads=2, n_loops=n_loops)
+        looped.save_model(looped.LoopedTransformer(config), tmp_path / str(n_loops))
+    (tmp_path / "3" / "config.json").write_bytes((tmp_path / "5" / "config.json").read_bytes())
+    with pytest.raises(ValueError, match="come from two models"):
+        looped.load_model(tmp_path / "3")
+
+
+def test_a_file_that_holds_itself_hangs_the_reader(tmp_path):
+    state = {}
+    state["model"] = state
+    torch.save(state, tmp_path / "ring.pt")
+    with pytest.raises(ValueError, match="holds itself"):
+        looped.load_checkpoint(tmp_path / "ring.pt", n_loops=1)
