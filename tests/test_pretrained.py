@@ -67,12 +67,14 @@ def test_states_come_to_rest(model, pairs):
 
 
 def test_injection_buys_something(model, pairs):
-    """The weight-tied twin, trained the same way, at its trained loops and past them."""
+    """The weight-tied twin, trained the same way, is as good at its trained loops, and drifts away past them."""
     twin = load_pretrained("linear_regression_tied")
     assert (twin.config.inject, twin.config.state_init) == ("none", "embedding")
     x = interleave(*pairs)
-    ours, its = (errors(looped.solve(m, x, n_loops=m.config.n_loops).prediction, pairs)[10] for m in (model, twin))
-    assert ours < its
+    trained, far = (errors(looped.solve(twin, x, n_loops=n).prediction, pairs)[10] for n in (20, 100))
+    assert trained <= 0.006
+    assert far > 2 * trained
+    assert far > 2 * errors(looped.solve(model, x, n_loops=100).prediction, pairs)[10]
 
 
 def test_every_model_has_its_card_and_the_configuration_it_was_trained_with():
