@@ -190,6 +190,8 @@ def test_configuration_errors_name_the_way_out():
             looped.icl_config(**changes)
     with pytest.raises(ValueError, match="unknown key 'n_head'; did you mean 'n_heads'"):
         looped.LoopedConfig.from_dict({"n_head": 4})
+    with pytest.raises(ValueError, match="unknown key 'n_embd'; did you mean 'd_model'"):
+        looped.icl_config(n_embd=4)
     config = looped.icl_config()
     assert looped.LoopedConfig.from_dict(config.to_dict()) == config
     assert config.replace(n_loops=7).n_loops == 7

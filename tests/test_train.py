@@ -154,7 +154,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
     train(tiny(), tmp_path, progress=False)
     with pytest.raises(ValueError, match="already holds a run; resume it or choose another folder"):
         train(tiny(), tmp_path, progress=False)
-    with pytest.raises(ValueError, match="has another lr, seed"):
+    with pytest.raises(ValueError, match=r"has another lr \(0\.001, not 0\.01\), seed \(42, not 3\)"):
         train(tiny(lr=1e-2, seed=3), tmp_path, resume=True, progress=False)
 
 
@@ -244,7 +244,7 @@ def test_interrupt_finishes_the_step_and_saves(tmp_path, number):
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "run again with resume to go on" in errors.splitlines()[-1]
+    assert "the same with --resume" in errors.splitlines()[-1]
     state = checkpoint.load_training_state(tmp_path / "run" / "state.pt")
     run = Run.start(dataclasses.replace(tiny(), n_steps=100_000, save_every=100_000))
     while run.step < state["step"]:

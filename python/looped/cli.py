@@ -120,6 +120,8 @@ def evaluate_command(
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
     functions = make_task(task, config.n_dims)
+    if model is None and task != BUNDLED:
+        click.echo(f"looped: the bundled model was trained on {BUNDLED}, not on {task}", err=True)
     room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
     n_points = n_points or min(2 * config.n_dims + 1, room)
     if rule == "contraction" and tol is None:
@@ -198,6 +200,9 @@ def train_command(
     as_json: bool,
 ) -> None:
     """Train a looped in-context learner by a preset; leaves OUT/model.
+
+    Presets: paper (the published sizes and 500,000 steps, for a GPU), small (5 dimensions, 16,000 steps, an hour on one core),
+    tiny (12 steps, to see that it runs).
 
     The folder also holds state.pt (resumes bit for bit after a stop), log.jsonl and train.json.
     """

@@ -26,6 +26,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+# What other libraries call a field, where its letters would lead to another one.
+ELSEWHERE = {
+    "n_embd": "d_model",
+    "hidden_size": "d_model",
+    "width": "d_model",
+    "n_layer": "n_core",
+    "num_hidden_layers": "n_core",
+}
+ELSEWHERE |= {"block_size": "n_positions", "intermediate_size": "d_ff", "n_inner": "d_ff", "num_attention_heads": "n_heads"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig:
     """Architecture of a `LoopedTransformer`. Frozen; an unknown key is an error that names the nearest.
@@ -186,12 +197,17 @@ class LoopedConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoopedConfig:
         """The inverse of `to_dict`. Raises ValueError that names the nearest field for an unknown key."""
+        cls.check_names(values)
+        return cls(**values)
+
+    @classmethod
+    def check_names(cls, values: Mapping[str, Any]) -> None:
+        """Raises ValueError that names the nearest field for an unknown key."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+                nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
                 raise ValueError(f"LoopedConfig: unknown key {key!r}; did you mean {nearest!r}?")
-        return cls(**values)
 
 
 def icl_config(

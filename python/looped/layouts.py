@@ -68,6 +68,7 @@ def from_state_dict(
     where: str, state: Mapping[str, Any], fields: Mapping[str, Any], *, declared: Mapping[str, Any], allow_extra: bool
 ) -> LoopedTransformer:
     """The work of `looped.checkpoint.load_checkpoint`; `declared` is what a GPT-2 folder's config.json says."""
+    LoopedConfig.check_names(fields)
     state, model_args = _unwrap(where, state)
     declared = {**declared, **model_args}
     tensors = _strip_prefixes(where, state)

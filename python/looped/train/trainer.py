@@ -207,7 +207,7 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> L
             if run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set():
                 save()
             if stop.is_set():
-                raise KeyboardInterrupt(f"train: stopped at step {run.step}; run again with resume to go on")
+                raise KeyboardInterrupt(f"train: stopped at step {run.step}; the same with --resume (resume=True) goes on")
     save_model(run.model, folder / "model")
     return run.model
 
@@ -217,7 +217,7 @@ def _load_into(run: Run, folder: Path, resume: bool) -> None:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
     state = load_training_state(folder / "state.pt")
     now, before = run.config.to_dict(), state.get("config", {})
-    different = [name for name in now if now[name] != before.get(name)]
+    different = [f"{name} ({before.get(name)}, not {now[name]})" for name in now if now[name] != before.get(name)]
     if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
     run.load(state)
