@@ -102,7 +102,7 @@ class EagerLoop:
     """The body of the loop."""
 
     def __init__(self, model: LoopedTransformer, spec: LoopSpec) -> None:
-        self.model, self.spec, self.rule = model, spec, spec.rule
+        self.model, self.spec = model, spec
         self.watch = Watch(spec.rule)
         self.scope: Scope = PrefixScope(model) if spec.rule.scope == "prefix" else PromptScope(model)
         self.prediction: Tensor | None = None
