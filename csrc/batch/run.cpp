@@ -16,15 +16,20 @@ namespace {
 
 constexpr auto wake_up_time = std::chrono::milliseconds(50);
 
+// A prompt, and how many threads work on it.
+struct Item {
+    size_t prompt, n_members;
+};
+
 // The queue that the workers draw from, and what they report.
 class Progress {
 public:
-    explicit Progress(std::vector<size_t> order, size_t n_workers) : order_(std::move(order)), n_running_(n_workers) {}
+    explicit Progress(std::vector<Item> queue, size_t n_workers) : queue_(std::move(queue)), n_running_(n_workers) {}
 
-    std::optional<size_t> next() {
+    std::optional<Item> next() {
         const size_t place = next_.fetch_add(1, std::memory_order_relaxed);
-        if (place >= order_.size() || cancelled.load(std::memory_order_relaxed)) return std::nullopt;
-        return order_[place];
+        if (place >= queue_.size() || cancelled.load(std::memory_order_relaxed)) return std::nullopt;
+        return queue_[place];
     }
     void finish_prompt() { n_finished_.fetch_add(1, std::memory_order_relaxed); }
 
@@ -55,7 +60,7 @@ public:
     std::atomic<bool> cancelled{false};
 
 private:
-    std::vector<size_t> order_;
+    std::vector<Item> queue_;
     std::atomic<size_t> next_{0}, n_finished_{0};
     std::mutex mutex_;
     std::condition_variable all_left_;
@@ -64,47 +69,64 @@ private:
     bool was_stopped_ = false;
 };
 
-// make_worker() gives what one thread does with a prompt, worker(prompt); its memory is allocated by the thread that uses it.
+// make_worker(team) gives what one thread, the leader of the team, does with a prompt, worker(prompt). Its memory and its team are
+// made by the thread that uses them.
 template <class MakeWorker>
 void work(const MakeWorker& make_worker, Progress& progress) {
     // A thread inherits the caller's float mode, and a caller that flushes denormals would see other bits than its neighbour.
     std::fesetenv(FE_DFL_ENV);
-    std::optional<size_t> prompt = progress.next();
+    std::optional<Item> item = progress.next();
     try {
-        if (prompt) {
-            auto worker = make_worker();
-            for (; prompt; prompt = progress.next()) {
-                worker(*prompt);
+        if (item) {
+            block::Team team(item->n_members);
+            auto worker = make_worker(team);
+            for (; item; item = progress.next()) {
+                worker(item->prompt);
                 progress.finish_prompt();
             }
         }
     } catch (const std::exception& error) {
-        progress.fail(*prompt, error.what());
+        progress.fail(item->prompt, error.what());
     } catch (...) {
-        progress.fail(*prompt, "unknown error");
+        progress.fail(item->prompt, "unknown error");
     }
     progress.leave();
 }
 
-// The longest first, so that none is left alone at the end.
-std::vector<size_t> longest_first(std::span<const std::int64_t> lengths) {
-    std::vector<size_t> order(lengths.size());
-    std::iota(order.begin(), order.end(), size_t(0));
-    std::ranges::stable_sort(order, std::ranges::greater{}, [&](size_t i) { return lengths[i]; });
-    return order;
+// A thread of a team is worth waking for this much of a loop: a few microseconds, of at least a thin tile.
+constexpr double fewest_operations = 2e5;
+constexpr size_t fewest_rows = 4;
+
+size_t most_members(size_t n_tokens, double operations_per_token) {
+    const double by_work = double(n_tokens) * operations_per_token / fewest_operations;
+    return std::max<size_t>(1, std::min(size_t(by_work), n_tokens / fewest_rows));
 }
 
-// make_worker(cancelled) as above. Returns false where `controls` cancelled.
+// The longest first, so that none is left alone at the end. Where there are fewer prompts than threads, the threads share them.
+std::vector<Item> queue_of(std::span<const std::int64_t> lengths, size_t n_threads, double operations_per_token) {
+    std::vector<Item> queue;
+    for (size_t i = 0; i < lengths.size(); ++i) queue.push_back({i, 1});
+    std::ranges::stable_sort(queue, std::ranges::greater{}, [&](const Item& item) { return lengths[item.prompt]; });
+    for (size_t i = 0; i < queue.size() && queue.size() < n_threads; ++i) {
+        const size_t n_members = n_threads / queue.size() + (i < n_threads % queue.size());
+        queue[i].n_members = std::min(n_members, most_members(size_t(lengths[queue[i].prompt]), operations_per_token));
+    }
+    return queue;
+}
+
+// make_worker(team, cancelled) as above; `operations_per_token` of the most that a team does between two decisions of its leader.
+// Returns false where `controls` cancelled.
 template <class MakeWorker>
-bool for_each_prompt(std::span<const std::int64_t> lengths, const Controls& controls, const MakeWorker& make_worker) {
+bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_per_token, const Controls& controls,
+                     const MakeWorker& make_worker) {
     if (lengths.empty()) return true;
     const size_t n_workers = std::clamp<size_t>(controls.n_threads, 1, lengths.size());
-    Progress progress(longest_first(lengths), n_workers);
+    Progress progress(queue_of(lengths, controls.n_threads, operations_per_token), n_workers);
     {
         std::vector<std::jthread> workers;
         for (size_t i = 0; i < n_workers; ++i) {
             try {
-                workers.emplace_back([&] { work([&] { return make_worker(progress.cancelled); }, progress); });
+                workers.emplace_back([&] { work([&](block::Team& team) { return make_worker(team, progress.cancelled); }, progress); });
             } catch (const std::system_error&) {  // no more threads to be had: the others do the work
                 progress.leave();
                 if (workers.empty() && i + 1 == n_workers) throw;
@@ -142,8 +164,9 @@ template <class T>
 bool run(const block::Model<T>& model, const loop::Spec& spec, const loop::BatchMemory<T>& batch, const Controls& controls) {
     const std::vector<std::int64_t> first_t(batch.t.begin(), batch.t.end());
     const size_t longest = longest_of(batch.lengths);
-    const bool is_complete = for_each_prompt(batch.lengths, controls, [&](const std::atomic<bool>& cancelled) {
-        auto loop = std::make_unique<loop::PromptLoop<T>>(model, spec, longest);
+    const double operations = model.shape.operations_per_token(model.core.size());
+    const bool is_complete = for_each_prompt(batch.lengths, operations, controls, [&](block::Team& team, const std::atomic<bool>& cancelled) {
+        auto loop = std::make_unique<loop::PromptLoop<T>>(model, spec, team, longest);
         return [&, loop = std::move(loop)](size_t prompt) { loop->run(batch, prompt, cancelled); };
     });
     if (!is_complete) return false;
@@ -155,8 +178,9 @@ template <class T>
 bool embed(const block::Model<T>& model, const RawPrompts<T>& prompts, std::span<T> signal, const Controls& controls) {
     const size_t width = model.shape.input_kind == block::InputKind::features ? model.shape.n_dims : model.shape.d_model;
     const size_t C = model.shape.d_model, n_tokens = prompts.n_tokens, longest = longest_of(prompts.lengths);
-    return for_each_prompt(prompts.lengths, controls, [&](const std::atomic<bool>&) {
-        auto forward = std::make_unique<block::Forward<T>>(model, longest, false);
+    const double operations = model.shape.operations_per_token(model.prelude.size());
+    return for_each_prompt(prompts.lengths, operations, controls, [&](block::Team& team, const std::atomic<bool>&) {
+        auto forward = std::make_unique<block::Forward<T>>(model, team, longest, false);
         return [&, width, C, n_tokens, forward = std::move(forward)](size_t prompt) {
             const size_t own = size_t(prompts.lengths[prompt]);
             const auto ids = prompts.ids.empty() ? prompts.ids : prompts.ids.subspan(prompt * n_tokens, own);

@@ -1,4 +1,4 @@
-// Ragged batches: one work item is one prompt with all its loops on one thread.
+// Ragged batches: one work item is one prompt with all its loops, on one thread, or on a team where there are more threads than prompts.
 #pragma once
 
 #include <functional>

@@ -56,15 +56,16 @@ template <class V>
 void attend(const Attention<typename V::Scalar>& job) noexcept {
     using T = typename V::Scalar;
     constexpr size_t width = V::width, panel = 2 * V::width;
-    const size_t n_tokens = job.qkv.n_rows, d = job.head_dim, all_heads = job.n_heads * d;
+    const size_t n_tokens = job.is_causal ? job.end : job.qkv.n_rows;  // that are attended to
+    const size_t d = job.head_dim, all_heads = job.n_heads * d;
     for (size_t head = 0; head < job.n_heads; ++head) {
         const Rows<const T> queries = job.qkv.from_column(head * d);
-        Rows<const T> keys = job.qkv.from_column(all_heads + head * d);
+        Rows<const T> keys = job.qkv.between(0, n_tokens).from_column(all_heads + head * d);
         keys.width = d;
         const Rows<const T> values = job.qkv.from_column(2 * all_heads + head * d);
         transpose<V>(keys, job.keys);
 
-        for_row_tiles<V>(n_tokens - job.first, [&](size_t tile_first, size_t rows) __attribute__((always_inline)) {
+        for_row_tiles<V>(job.end - job.first, [&](size_t tile_first, size_t rows) __attribute__((always_inline)) {
             const size_t first = job.first + tile_first;
             const size_t n_keys = job.is_causal ? first + rows : n_tokens;
             for (size_t j = 0; j < n_keys; j += panel) {

@@ -5,16 +5,18 @@
 namespace looped::block {
 
 template <class T>
-Forward<T>::Forward(const Model<T>& model, size_t n_tokens, bool keeps_keys) : model_(model) {
+Forward<T>::Forward(const Model<T>& model, Team& team, size_t n_tokens, bool keeps_keys) : model_(model), team_(team) {
     const Shape& shape = model.shape;
     const size_t panel = model.kernels->panel, n_keys = (n_tokens + panel - 1) / panel * panel;
     for (size_t i = 0; keeps_keys && i < shape.n_core; ++i) kept_qkv_.emplace_back(n_tokens, 3 * shape.attention_width());
-    qkv_ = Matrix<T>(n_tokens, 3 * shape.attention_width());
+    for (size_t i = 0; i < (team.size() > 1 ? 2 : 1); ++i) qkv_[i] = Matrix<T>(n_tokens, 3 * shape.attention_width());
     normed_ = Matrix<T>(n_tokens, shape.d_model);
     attended_ = Matrix<T>(n_tokens, shape.attention_width());
     hidden_ = Matrix<T>(n_tokens, shape.d_ff);
-    keys_ = Matrix<T>(shape.head_dim, n_keys);
-    scores_ = Matrix<T>(model.kernels->tile_rows, n_keys);
+    for (size_t i = 0; i < team.size(); ++i) {
+        keys_.emplace_back(shape.head_dim, n_keys);
+        scores_.emplace_back(model.kernels->tile_rows, n_keys);
+    }
     closed_ = Matrix<T>(n_tokens, shape.d_model);
     read_ = Matrix<T>(shape.readout_width ? shape.n_read(n_tokens) : 0, shape.readout_width);
 }
@@ -43,60 +45,76 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
 }
 
 template <class T>
-void Forward<T>::run_layer(const Layer<T>& layer, Rows<T> x, size_t first, Rows<T> qkv) {
+void Forward<T>::run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, size_t rank, bool keeps_keys) noexcept {
+    const Share share = team_.share(rank, first, x.n_rows);
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const Matrix<T>& qkv = keeps_keys ? kept_qkv_[i] : qkv_[team_.size() > 1 ? i % 2 : 0];
+        run_layer(layers[i], x, share, rank, qkv.rows(x.n_rows));
+    }
+}
+
+template <class T>
+void Forward<T>::run_layer(const Layer<T>& layer, Rows<T> x, Share share, size_t rank, Rows<T> qkv) noexcept {
     const Shape& shape = model_.shape;
     const Kernels<T>& kernels = *model_.kernels;
-    const Rows<T> moving = x.from_row(first);
+    const auto own = [&](Rows<T> all) { return all.between(share.begin, share.end); };
+    const Rows<T> moving = own(x), hidden = own(hidden_.rows(x.n_rows));
     const auto normed = [&]() -> Rows<const T> {
         if (!shape.has_norm) return moving;
-        kernels.normalize(moving, normed_.rows(moving.n_rows), T(shape.norm_eps), nullptr, nullptr);
-        return normed_.rows(moving.n_rows);
+        const Rows<T> out = own(normed_.rows(x.n_rows));
+        kernels.normalize(moving, out, T(shape.norm_eps), nullptr, nullptr);
+        return out;
     };
-    multiply(normed(), layer.qkv, qkv.from_row(first));
+    multiply(normed(), layer.qkv, own(qkv));
+    team_.meet();
     kernels.attend({.qkv = qkv,
-                    .first = first,
+                    .first = share.begin,
+                    .end = share.end,
                     .n_heads = shape.n_heads,
                     .head_dim = shape.head_dim,
                     .is_causal = shape.is_causal,
                     .out = attended_.rows(x.n_rows),
-                    .keys = keys_.rows(shape.head_dim),
-                    .scores = scores_.rows(kernels.tile_rows)});
-    multiply(attended_.rows(x.n_rows).from_row(first), layer.proj, moving, true);
-    multiply(normed(), layer.fc, hidden_.rows(moving.n_rows), false, shape.activation);
-    multiply(hidden_.rows(moving.n_rows), layer.down, moving, true);
+                    .keys = keys_[rank].rows(shape.head_dim),
+                    .scores = scores_[rank].rows(kernels.tile_rows)});
+    multiply(own(attended_.rows(x.n_rows)), layer.proj, moving, true);
+    multiply(normed(), layer.fc, hidden, false, shape.activation);
+    multiply(hidden, layer.down, moving, true);
 }
 
 template <class T>
 void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal) {
     const Shape& shape = model_.shape;
-    const Rows<T> x = closed_.rows(signal.n_rows);
-    if (x.n_rows == 0) return;
-    if (shape.input_kind == InputKind::features) {
-        multiply(features, model_.read_in, x);
-    } else {
-        const Rows<const T> table{model_.embedding.data(), shape.vocab_size, shape.d_model, shape.d_model};
-        for (size_t i = 0; i < x.n_rows; ++i) {
-            std::ranges::copy(shape.input_kind == InputKind::tokens ? table.row_span(size_t(ids[i])) : features.row_span(i), x.row(i));
+    const Rows<T> all = closed_.rows(signal.n_rows);
+    if (all.n_rows == 0) return;
+    team_.all([&](size_t rank) noexcept {
+        const Share share = team_.share(rank, 0, all.n_rows);
+        const Rows<T> x = all.between(share.begin, share.end);
+        if (shape.input_kind == InputKind::features) {
+            multiply(features.between(share.begin, share.end), model_.read_in, x);
+        } else {
+            const Rows<const T> table{model_.embedding.data(), shape.vocab_size, shape.d_model, shape.d_model};
+            for (size_t i = share.begin; i < share.end; ++i) {
+                std::ranges::copy(shape.input_kind == InputKind::tokens ? table.row_span(size_t(ids[i])) : features.row_span(i), all.row(i));
+            }
         }
-    }
-    if (shape.has_positions && shape.adds_positions_once) {
-        model_.kernels->inject(Inject::none, x, x, model_.position_rows(), x);
-    }
-    for (const Layer<T>& layer : model_.prelude) run_layer(layer, x, 0, qkv_.rows(x.n_rows));
-    for (size_t i = 0; i < x.n_rows; ++i) std::ranges::copy(x.row_span(i), signal.row(i));
+        if (shape.has_positions && shape.adds_positions_once) {
+            model_.kernels->inject(Inject::none, x, x, model_.position_rows().from_row(share.begin), x);
+        }
+        run_layers(model_.prelude, all, 0, rank, false);
+        for (size_t i = share.begin; i < share.end; ++i) std::ranges::copy(all.row_span(i), signal.row(i));
+    });
 }
 
 template <class T>
-void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first) {
+void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, size_t rank) noexcept {
     if (first >= state.n_rows) return;
     const Shape& shape = model_.shape;
-    const Rows<T> moving = image.from_row(first);
+    const Share share = team_.share(rank, first, state.n_rows);
+    const Rows<T> moving = image.between(share.begin, share.end);
     const Rows<const T> positions =
-        shape.adds_positions_each_loop() ? model_.position_rows().from_row(first) : Rows<const T>{};
-    model_.kernels->inject(shape.inject, state.from_row(first), signal.from_row(first), positions, moving);
-    for (size_t i = 0; i < model_.core.size(); ++i) {
-        run_layer(model_.core[i], image, first, (kept_qkv_.empty() ? qkv_ : kept_qkv_[i]).rows(state.n_rows));
-    }
+        shape.adds_positions_each_loop() ? model_.position_rows().from_row(share.begin) : Rows<const T>{};
+    model_.kernels->inject(shape.inject, state.from_row(share.begin), signal.from_row(share.begin), positions, moving);
+    run_layers(model_.core, image, first, rank, !kept_qkv_.empty());
     if (shape.loop_norm == LoopNorm::each) {
         model_.kernels->normalize(moving, moving, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
     }
@@ -105,26 +123,35 @@ void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, 
 template <class T>
 void Forward<T>::read(Rows<const T> state, std::span<T> prediction) {
     if (state.n_rows == 0) return;
+    team_.all([&](size_t rank) noexcept { read_share(state, prediction, rank); });
+}
+
+template <class T>
+void Forward<T>::read_share(Rows<const T> state, std::span<T> prediction, size_t rank) noexcept {
     const Shape& shape = model_.shape;
     if (!model_.coda.empty()) {
         const Rows<T> closed = closed_.rows(state.n_rows);
-        for (size_t i = 0; i < state.n_rows; ++i) std::ranges::copy(state.row_span(i), closed.row(i));
-        for (const Layer<T>& layer : model_.coda) run_layer(layer, closed, 0, qkv_.rows(state.n_rows));
+        const Share share = team_.share(rank, 0, state.n_rows);
+        for (size_t i = share.begin; i < share.end; ++i) std::ranges::copy(state.row_span(i), closed.row(i));
+        run_layers(model_.coda, closed, 0, rank, false);
+        team_.meet();  // the places to read are shared out anew
         state = closed;
     }
     const size_t n_read = shape.n_read(state.n_rows);
-    Rows<const T> places{state.first, n_read, state.width, state.stride * shape.read_stride};
+    const Share share = team_.share(rank, 0, n_read);
+    Rows<const T> places = Rows<const T>{state.first, n_read, state.width, state.stride * shape.read_stride}.between(share.begin, share.end);
     if (shape.loop_norm == LoopNorm::once) {
-        const Rows<T> normed = normed_.rows(n_read);
+        const Rows<T> normed = normed_.rows(n_read).between(share.begin, share.end);
         model_.kernels->normalize(places, normed, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
         places = normed;
     }
     if (shape.readout_width) {
-        const Rows<T> out = read_.rows(n_read);
+        const Rows<T> out = read_.rows(n_read).between(share.begin, share.end);
         multiply(places, model_.read_out, out);
         places = out;
     }
-    for (size_t i = 0; i < n_read; ++i) std::ranges::copy(places.row_span(i), prediction.begin() + std::ptrdiff_t(i * places.width));
+    auto* to = prediction.data() + share.begin * places.width;
+    for (size_t i = 0; i < places.n_rows; ++i) std::ranges::copy(places.row_span(i), to + i * places.width);
 }
 
 template class Forward<float>;

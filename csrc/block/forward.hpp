@@ -1,6 +1,7 @@
 // One pass over one prompt: the embedding, M(Y), and the read-out.
 #pragma once
 
+#include "block/team.hpp"
 #include "block/weights.hpp"
 
 namespace looped::block {
@@ -19,19 +20,22 @@ struct Matrix {
     AlignedArray<T> memory;
 };
 
-// Scratch memory of one worker, for prompts of at most n_tokens.
+// Scratch memory of one prompt at a time, of at most n_tokens, and the team that works on it. Each member has a share of the rows,
+// and they meet where attention needs the keys and values of all: once a layer. No sum is split, so a team of any size gives the
+// same bits.
 template <class T>
 class Forward {
 public:
     // keeps_keys: queries, keys and values of every core layer outlive a pass, so that a frozen prefix is seen by later loops.
-    Forward(const Model<T>& model, size_t n_tokens, bool keeps_keys);
+    Forward(const Model<T>& model, Team& team, size_t n_tokens, bool keeps_keys);
 
     // The injected signal P of a prompt's own tokens, which are `features` [T, n_dims] (or [T, C] for an input of states), or `ids`.
     void embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal);
 
     // image = M(state) for the tokens from `first` on. Those before must have been passed by this object, or given to
-    // `keys` and `values`. The rows of `positions` and `signal` are counted from token 0.
-    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first);
+    // `keys` and `values`. The rows of `positions` and `signal` are counted from token 0. Called by every member of the team, in a
+    // job; it writes the rows of its share.
+    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, size_t rank) noexcept;
 
     // The predictions of a state: [n_read, read_width], row after row.
     void read(Rows<const T> state, std::span<T> prediction);
@@ -42,11 +46,16 @@ public:
 private:
     void multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out = false,
                   Activation activation = Activation::none) const;
-    void run_layer(const Layer<T>& layer, Rows<T> x, size_t first, Rows<T> qkv);
+    void read_share(Rows<const T> state, std::span<T> prediction, size_t rank) noexcept;
+    void run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, size_t rank, bool keeps_keys) noexcept;
+    void run_layer(const Layer<T>& layer, Rows<T> x, Share share, size_t rank, Rows<T> qkv) noexcept;
 
     const Model<T>& model_;
-    std::vector<Matrix<T>> kept_qkv_;  // one a core layer where they are kept, else one
-    Matrix<T> qkv_, normed_, attended_, hidden_, keys_, scores_, closed_, read_;
+    Team& team_;
+    std::vector<Matrix<T>> kept_qkv_;         // one a core layer where they are kept
+    Matrix<T> qkv_[2];                        // in turns: one is written while another member may still read the other
+    std::vector<Matrix<T>> keys_, scores_;    // one a member
+    Matrix<T> normed_, attended_, hidden_, closed_, read_;
 };
 
 extern template class Forward<float>;

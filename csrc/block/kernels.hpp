@@ -29,16 +29,16 @@ struct Product {
     Activation activation;
 };
 
-// Attention of the tokens from `first` on over all tokens, or over those up to their own where `is_causal`. The queries are scaled
-// so that the softmax is a power of two: log2(e) / sqrt(head_dim) is in their weights.
+// Attention of the tokens from `first` up to `end` over all tokens, or over those up to their own where `is_causal`. The queries
+// are scaled so that the softmax is a power of two: log2(e) / sqrt(head_dim) is in their weights.
 template <class T>
 struct Attention {
     Rows<const T> qkv;  // [T, 3 H head_dim]
-    size_t first;
+    size_t first, end;
     size_t n_heads;
     size_t head_dim;
     bool is_causal;
-    Rows<T> out;         // [T, H head_dim]; rows from `first` on are written
+    Rows<T> out;         // [T, H head_dim]; rows from `first` up to `end` are written
     Rows<T> keys;        // scratch [head_dim, T rounded up to panels]: keys of one head, transposed
     Rows<T> scores;      // scratch [tile_rows, as wide]
 };

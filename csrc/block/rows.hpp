@@ -20,6 +20,7 @@ struct Rows {
     T* row(size_t i) const noexcept { return first + i * stride; }
     std::span<T> row_span(size_t i) const noexcept { return {row(i), width}; }
     Rows from_row(size_t i) const noexcept { return {row(i), n_rows - i, width, stride}; }
+    Rows between(size_t begin, size_t end) const noexcept { return {row(begin), end - begin, width, stride}; }
     Rows from_column(size_t j) const noexcept { return {first + j, n_rows, width - j, stride}; }
     operator Rows<const T>() const noexcept { return {first, n_rows, width, stride}; }
 };

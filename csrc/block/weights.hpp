@@ -36,6 +36,9 @@ struct Shape {
     bool adds_positions_each_loop() const { return has_positions && !adds_positions_once; }
     size_t attention_width() const { return n_heads * head_dim; }
     size_t read_width() const { return readout_width ? readout_width : d_model; }
+    double operations_per_token(size_t n_layers) const {  // of the matrix products
+        return 2.0 * double(n_layers) * double(d_model) * double(4 * attention_width() + 2 * d_ff);
+    }
     size_t n_read(size_t n_tokens) const { return (n_tokens + read_stride - 1) / read_stride; }
 };
 

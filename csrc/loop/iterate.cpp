@@ -39,10 +39,11 @@ double norm_of_norms(std::span<const double> norms) {
 }  // namespace
 
 template <class T>
-PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, size_t n_tokens)
+PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, size_t n_tokens)
     : model_(model),
       spec_(spec),
-      forward_(model, n_tokens, spec.is_prefix),
+      team_(team),
+      forward_(model, team, n_tokens, spec.is_prefix),
       g_(n_tokens),
       n_(n_tokens),
       scratch_(n_tokens),
@@ -105,8 +106,12 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
     const size_t n_tokens = state_.n_rows;
 
     for (size_t k = 0; k < first_; ++k) std::ranges::copy(state_.row_span(k), image_.row(k));
-    forward_.pass(state_, batch.signal_rows(i), image_, first_);
-    measure(first_);
+    std::fill_n(g_.begin(), first_, 0.0);  // a frozen token does not move
+    std::fill_n(n_.begin(), first_, 0.0);
+    team_.all([&](size_t rank) noexcept {
+        forward_.pass(state_, batch.signal_rows(i), image_, first_, rank);
+        measure(team_.share(rank, first_, n_tokens));
+    });
     counters.t += 1;
     double moving_g, g, n;  // of what moves; of all own tokens
     if (spec_.is_prefix) {
@@ -164,12 +169,11 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
     return counters.done || counters.t >= spec_.n_loops;
 }
 
-// g_ and n_: squares of F - Y and of F, token by token; a frozen token does not move.
+// g_ and n_: squares of F - Y and of F, token by token.
 template <class T>
-void PromptLoop<T>::measure(size_t first) {
-    std::fill_n(g_.begin(), first, 0.0);
-    std::fill_n(n_.begin(), first, 0.0);
-    model_.kernels->squares(image_.from_row(first), state_.from_row(first), g_.data() + first, n_.data() + first);
+void PromptLoop<T>::measure(block::Share share) noexcept {
+    const Rows<T> image = image_.between(share.begin, share.end);
+    model_.kernels->squares(image, state_.from_row(share.begin), g_.data() + share.begin, n_.data() + share.begin);
 }
 
 template <class T>

@@ -10,11 +10,11 @@
 
 namespace looped::loop {
 
-// A worker's memory and the loop itself; its size does not depend on the number of prompts or of loops.
+// A team's memory and the loop itself; its size does not depend on the number of prompts or of loops.
 template <class T>
 class PromptLoop {
 public:
-    PromptLoop(const block::Model<T>& model, const Spec& spec, size_t n_tokens);
+    PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, size_t n_tokens);
 
     // Runs prompt i of the batch to its exit, and reads its prediction. Returns early, without a result, once `cancelled`.
     void run(const BatchMemory<T>& batch, size_t i, const std::atomic<bool>& cancelled);
@@ -24,7 +24,7 @@ private:
     void finish(const BatchMemory<T>& batch, size_t i);
     bool once(const BatchMemory<T>& batch, size_t i);  // one loop; returns whether it was the last
 
-    void measure(size_t first);
+    void measure(block::Share share) noexcept;
     double norm_of(Rows<const T> a, Rows<const T> b);
     bool next_state(const BatchMemory<T>& batch, size_t i, Counters& counters, double g);
     bool pass_prompt(const BatchMemory<T>& batch, size_t i, Watch& watch, double g, double n, double s);
@@ -34,6 +34,7 @@ private:
 
     const block::Model<T>& model_;
     const Spec& spec_;
+    block::Team& team_;
     block::Forward<T> forward_;
     block::Matrix<T> buffers_[3];
     Rows<T> state_, image_, next_;  // Y, F, Y' of the prompt that runs
