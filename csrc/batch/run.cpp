@@ -124,7 +124,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
     Progress progress(queue_of(lengths, controls.n_threads, operations_per_token), n_workers);
     {
         std::vector<std::jthread> workers;
-        for (size_t i = 0; i < n_workers; ++i) {
+        for (size_t i = 1; i < n_workers; ++i) {
             try {
                 workers.emplace_back([&] { work([&](block::Team& team) { return make_worker(team, progress.cancelled); }, progress); });
             } catch (const std::system_error&) {  // no more threads to be had: the others do the work
@@ -132,6 +132,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
                 if (workers.empty() && i + 1 == n_workers) throw;
             }
         }
+        work([&](block::Team& team) { return make_worker(team, progress.cancelled); }, progress);
         progress.wait(controls.keeps_going);
     }
     if (progress.error()) throw *progress.error();

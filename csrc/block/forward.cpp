@@ -34,7 +34,7 @@ Rows<T> Forward<T>::values(size_t layer, size_t n_tokens) const {
 }
 
 template <class T>
-void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out, Activation activation) const {
+void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out, Activation activation) const noexcept {
     model_.kernels->product({.a = a,
                              .panels = w.panels.data(),
                              .bias = w.bias.data(),
@@ -45,40 +45,36 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
 }
 
 template <class T>
-void Forward<T>::run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, size_t rank, bool keeps_keys) noexcept {
-    const Share share = team_.share(rank, first, x.n_rows);
-    for (size_t i = 0; i < layers.size(); ++i) {
-        const Matrix<T>& qkv = keeps_keys ? kept_qkv_[i] : qkv_[team_.size() > 1 ? i % 2 : 0];
-        run_layer(layers[i], x, share, rank, qkv.rows(x.n_rows));
-    }
+Rows<const T> Forward<T>::normed(Rows<T> x, Share share) const noexcept {
+    const Rows<T> own = x.between(share.begin, share.end);
+    if (!model_.shape.has_norm) return own;
+    const Rows<T> out = normed_.rows(x.n_rows).between(share.begin, share.end);
+    model_.kernels->normalize(own, out, T(model_.shape.norm_eps), nullptr, nullptr);
+    return out;
 }
 
 template <class T>
-void Forward<T>::run_layer(const Layer<T>& layer, Rows<T> x, Share share, size_t rank, Rows<T> qkv) noexcept {
+void Forward<T>::make_queries(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv) const noexcept {
+    multiply(normed(x, share), layer.qkv, qkv.between(share.begin, share.end));
+}
+
+template <class T>
+void Forward<T>::finish_layer(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv, size_t member) const noexcept {
     const Shape& shape = model_.shape;
-    const Kernels<T>& kernels = *model_.kernels;
-    const auto own = [&](Rows<T> all) { return all.between(share.begin, share.end); };
-    const Rows<T> moving = own(x), hidden = own(hidden_.rows(x.n_rows));
-    const auto normed = [&]() -> Rows<const T> {
-        if (!shape.has_norm) return moving;
-        const Rows<T> out = own(normed_.rows(x.n_rows));
-        kernels.normalize(moving, out, T(shape.norm_eps), nullptr, nullptr);
-        return out;
-    };
-    multiply(normed(), layer.qkv, own(qkv));
-    team_.meet();
-    kernels.attend({.qkv = qkv,
-                    .first = share.begin,
-                    .end = share.end,
-                    .n_heads = shape.n_heads,
-                    .head_dim = shape.head_dim,
-                    .is_causal = shape.is_causal,
-                    .out = attended_.rows(x.n_rows),
-                    .keys = keys_[rank].rows(shape.head_dim),
-                    .scores = scores_[rank].rows(kernels.tile_rows)});
-    multiply(own(attended_.rows(x.n_rows)), layer.proj, moving, true);
-    multiply(normed(), layer.fc, hidden, false, shape.activation);
-    multiply(hidden, layer.down, moving, true);
+    const auto own = [&](const Matrix<T>& all) { return all.rows(x.n_rows).between(share.begin, share.end); };
+    const Rows<T> moving = x.between(share.begin, share.end);
+    model_.kernels->attend({.qkv = qkv,
+                            .first = share.begin,
+                            .end = share.end,
+                            .n_heads = shape.n_heads,
+                            .head_dim = shape.head_dim,
+                            .is_causal = shape.is_causal,
+                            .out = attended_.rows(x.n_rows),
+                            .keys = keys_[member].rows(shape.head_dim),
+                            .scores = scores_[member].rows(model_.kernels->tile_rows)});
+    multiply(own(attended_), layer.proj, moving, true);
+    multiply(normed(x, share), layer.fc, own(hidden_), false, shape.activation);
+    multiply(own(hidden_), layer.down, moving, true);
 }
 
 template <class T>
@@ -86,8 +82,7 @@ void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids
     const Shape& shape = model_.shape;
     const Rows<T> all = closed_.rows(signal.n_rows);
     if (all.n_rows == 0) return;
-    team_.all([&](size_t rank) noexcept {
-        const Share share = team_.share(rank, 0, all.n_rows);
+    const auto read_in = [&](Share share) noexcept {
         const Rows<T> x = all.between(share.begin, share.end);
         if (shape.input_kind == InputKind::features) {
             multiply(features.between(share.begin, share.end), model_.read_in, x);
@@ -100,57 +95,58 @@ void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids
         if (shape.has_positions && shape.adds_positions_once) {
             model_.kernels->inject(Inject::none, x, x, model_.position_rows().from_row(share.begin), x);
         }
-        run_layers(model_.prelude, all, 0, rank, false);
+    };
+    run_layers(model_.prelude, all, 0, false, read_in, [&](Share share) noexcept {
         for (size_t i = share.begin; i < share.end; ++i) std::ranges::copy(all.row_span(i), signal.row(i));
     });
 }
 
 template <class T>
-void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, size_t rank) noexcept {
-    if (first >= state.n_rows) return;
-    const Shape& shape = model_.shape;
-    const Share share = team_.share(rank, first, state.n_rows);
-    const Rows<T> moving = image.between(share.begin, share.end);
+void Forward<T>::inject(Rows<const T> state, Rows<const T> signal, Rows<T> image, Share share) const noexcept {
     const Rows<const T> positions =
-        shape.adds_positions_each_loop() ? model_.position_rows().from_row(share.begin) : Rows<const T>{};
-    model_.kernels->inject(shape.inject, state.from_row(share.begin), signal.from_row(share.begin), positions, moving);
-    run_layers(model_.core, image, first, rank, !kept_qkv_.empty());
-    if (shape.loop_norm == LoopNorm::each) {
-        model_.kernels->normalize(moving, moving, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
-    }
+        model_.shape.adds_positions_each_loop() ? model_.position_rows().from_row(share.begin) : Rows<const T>{};
+    model_.kernels->inject(model_.shape.inject, state.from_row(share.begin), signal.from_row(share.begin), positions,
+                           image.between(share.begin, share.end));
+}
+
+template <class T>
+void Forward<T>::normalize_image(Rows<T> image, Share share) const noexcept {
+    if (model_.shape.loop_norm != LoopNorm::each) return;
+    const Rows<T> own = image.between(share.begin, share.end);
+    model_.kernels->normalize(own, own, T(model_.shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
 }
 
 template <class T>
 void Forward<T>::read(Rows<const T> state, std::span<T> prediction) {
     if (state.n_rows == 0) return;
-    team_.all([&](size_t rank) noexcept { read_share(state, prediction, rank); });
-}
-
-template <class T>
-void Forward<T>::read_share(Rows<const T> state, std::span<T> prediction, size_t rank) noexcept {
-    const Shape& shape = model_.shape;
     if (!model_.coda.empty()) {
         const Rows<T> closed = closed_.rows(state.n_rows);
-        const Share share = team_.share(rank, 0, state.n_rows);
-        for (size_t i = share.begin; i < share.end; ++i) std::ranges::copy(state.row_span(i), closed.row(i));
-        run_layers(model_.coda, closed, 0, rank, false);
-        team_.meet();  // the places to read are shared out anew
+        const auto copy = [&](Share share) noexcept {
+            for (size_t i = share.begin; i < share.end; ++i) std::ranges::copy(state.row_span(i), closed.row(i));
+        };
+        run_layers(model_.coda, closed, 0, false, copy, [](Share) noexcept {});
         state = closed;
     }
+    team_.split(0, model_.shape.n_read(state.n_rows), [&](Share share, size_t) noexcept { read_rows(state, prediction, share); });
+}
+
+// `share` of the places that are read.
+template <class T>
+void Forward<T>::read_rows(Rows<const T> state, std::span<T> prediction, Share share) const noexcept {
+    const Shape& shape = model_.shape;
     const size_t n_read = shape.n_read(state.n_rows);
-    const Share share = team_.share(rank, 0, n_read);
     Rows<const T> places = Rows<const T>{state.first, n_read, state.width, state.stride * shape.read_stride}.between(share.begin, share.end);
     if (shape.loop_norm == LoopNorm::once) {
-        const Rows<T> normed = normed_.rows(n_read).between(share.begin, share.end);
-        model_.kernels->normalize(places, normed, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
-        places = normed;
+        const Rows<T> out = normed_.rows(n_read).between(share.begin, share.end);
+        model_.kernels->normalize(places, out, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+        places = out;
     }
     if (shape.readout_width) {
         const Rows<T> out = read_.rows(n_read).between(share.begin, share.end);
         multiply(places, model_.read_out, out);
         places = out;
     }
-    auto* to = prediction.data() + share.begin * places.width;
+    T* to = prediction.data() + share.begin * places.width;
     for (size_t i = 0; i < places.n_rows; ++i) std::ranges::copy(places.row_span(i), to + i * places.width);
 }
 

@@ -20,8 +20,8 @@ struct Matrix {
     AlignedArray<T> memory;
 };
 
-// Scratch memory of one prompt at a time, of at most n_tokens, and the team that works on it. Each member has a share of the rows,
-// and they meet where attention needs the keys and values of all: once a layer. No sum is split, so a team of any size gives the
+// Scratch memory of one prompt at a time, of at most n_tokens, and the team that works on it. A layer is split by rows; attention
+// alone needs those of others, their keys and values, and so a layer is cut before it. No sum is split: a team of any size gives the
 // same bits.
 template <class T>
 class Forward {
@@ -33,9 +33,19 @@ public:
     void embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal);
 
     // image = M(state) for the tokens from `first` on. Those before must have been passed by this object, or given to
-    // `keys` and `values`. The rows of `positions` and `signal` are counted from token 0. Called by every member of the team, in a
-    // job; it writes the rows of its share.
-    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, size_t rank) noexcept;
+    // `keys` and `values`. The rows of `positions` and `signal` are counted from token 0. Then after(share) for the rows that the
+    // same thread has just written.
+    template <class After>
+    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, const After& after) {
+        if (first >= state.n_rows) return;
+        run_layers(
+            model_.core, image, first, !kept_qkv_.empty(),
+            [&](Share share) noexcept { inject(state, signal, image, share); },
+            [&](Share share) noexcept {
+                normalize_image(image, share);
+                after(share);
+            });
+    }
 
     // The predictions of a state: [n_read, read_width], row after row.
     void read(Rows<const T> state, std::span<T> prediction);
@@ -45,10 +55,16 @@ public:
 
 private:
     void multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out = false,
-                  Activation activation = Activation::none) const;
-    void read_share(Rows<const T> state, std::span<T> prediction, size_t rank) noexcept;
-    void run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, size_t rank, bool keeps_keys) noexcept;
-    void run_layer(const Layer<T>& layer, Rows<T> x, Share share, size_t rank, Rows<T> qkv) noexcept;
+                  Activation activation = Activation::none) const noexcept;
+    // before(share), the layers on the rows of x from `first` on, after(share).
+    template <class Before, class After>
+    void run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, bool keeps_keys, const Before& before, const After& after);
+    void make_queries(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv) const noexcept;
+    void finish_layer(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv, size_t member) const noexcept;
+    Rows<const T> normed(Rows<T> x, Share share) const noexcept;
+    void inject(Rows<const T> state, Rows<const T> signal, Rows<T> image, Share share) const noexcept;
+    void normalize_image(Rows<T> image, Share share) const noexcept;
+    void read_rows(Rows<const T> state, std::span<T> prediction, Share share) const noexcept;
 
     const Model<T>& model_;
     Team& team_;
@@ -57,6 +73,25 @@ private:
     std::vector<Matrix<T>> keys_, scores_;    // one a member
     Matrix<T> normed_, attended_, hidden_, closed_, read_;
 };
+
+template <class T>
+template <class Before, class After>
+void Forward<T>::run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, bool keeps_keys, const Before& before,
+                            const After& after) {
+    const auto qkv = [&](size_t i) { return (keeps_keys ? kept_qkv_[i] : qkv_[team_.size() > 1 ? i % 2 : 0]).rows(x.n_rows); };
+    team_.split(first, x.n_rows, [&](Share share, size_t) noexcept {
+        before(share);
+        if (layers.empty()) return after(share);
+        make_queries(layers[0], x, share, qkv(0));
+    });
+    for (size_t i = 0; i < layers.size(); ++i) {
+        team_.split(first, x.n_rows, [&](Share share, size_t member) noexcept {
+            finish_layer(layers[i], x, share, qkv(i), member);
+            if (i + 1 == layers.size()) return after(share);
+            make_queries(layers[i + 1], x, share, qkv(i + 1));
+        });
+    }
+}
 
 extern template class Forward<float>;
 extern template class Forward<double>;

@@ -42,7 +42,6 @@ template <class T>
 PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, size_t n_tokens)
     : model_(model),
       spec_(spec),
-      team_(team),
       forward_(model, team, n_tokens, spec.is_prefix),
       g_(n_tokens),
       n_(n_tokens),
@@ -108,10 +107,7 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
     for (size_t k = 0; k < first_; ++k) std::ranges::copy(state_.row_span(k), image_.row(k));
     std::fill_n(g_.begin(), first_, 0.0);  // a frozen token does not move
     std::fill_n(n_.begin(), first_, 0.0);
-    team_.all([&](size_t rank) noexcept {
-        forward_.pass(state_, batch.signal_rows(i), image_, first_, rank);
-        measure(team_.share(rank, first_, n_tokens));
-    });
+    forward_.pass(state_, batch.signal_rows(i), image_, first_, [&](block::Share share) noexcept { measure(share); });
     counters.t += 1;
     double moving_g, g, n;  // of what moves; of all own tokens
     if (spec_.is_prefix) {

@@ -34,7 +34,6 @@ private:
 
     const block::Model<T>& model_;
     const Spec& spec_;
-    block::Team& team_;
     block::Forward<T> forward_;
     block::Matrix<T> buffers_[3];
     Rows<T> state_, image_, next_;  // Y, F, Y' of the prompt that runs
