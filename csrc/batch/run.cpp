@@ -14,7 +14,7 @@
 namespace looped::batch {
 namespace {
 
-constexpr auto wake_up_time = std::chrono::milliseconds(50);
+constexpr auto wake_up_time = std::chrono::milliseconds(20);
 
 // The queue that the workers draw from, and what they report.
 class Progress {
@@ -64,7 +64,7 @@ private:
     bool was_stopped_ = false;
 };
 
-// make_worker() gives what one thread does with a prompt, worker(prompt); its memory is allocated by the thread that uses it.
+// make_worker() gives what one thread does with a prompt: worker(prompt), which returns whether it has finished. Its memory is allocated by the thread that uses it.
 template <class MakeWorker>
 void work(const MakeWorker& make_worker, Progress& progress) {
     // A thread inherits the caller's float mode, and a caller that flushes denormals would see other bits than its neighbour.
@@ -74,8 +74,7 @@ void work(const MakeWorker& make_worker, Progress& progress) {
         if (prompt) {
             auto worker = make_worker();
             for (; prompt; prompt = progress.next()) {
-                worker(*prompt);
-                progress.finish_prompt();
+                if (worker(*prompt)) progress.finish_prompt();
             }
         }
     } catch (const std::exception& error) {
@@ -118,12 +117,15 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, const Controls& cont
 
 size_t longest_of(std::span<const std::int64_t> lengths) { return lengths.empty() ? 0 : size_t(std::ranges::max(lengths)); }
 
-// Entries of `predictions` after a prompt's exit hold its last one; those before its first loop here are NaN.
+// Entries of `predictions` after a prompt's exit hold its last one; those before its first loop here are NaN, and so is all that a
+// prompt which was cancelled has not come to.
 template <class T>
 void fill_predictions(const loop::Spec& spec, const loop::BatchMemory<T>& batch, std::span<const std::int64_t> first_t) {
-    const size_t size = batch.prediction_size(), n_kept = size_t(spec.n_loops - batch.first_loop);
+    const size_t size = batch.prediction_size();
+    const size_t n_kept = spec.return_predictions ? size_t(std::max<std::int64_t>(0, spec.n_loops - batch.first_loop)) : 0;
     for (size_t i = 0; i < batch.n_prompts; ++i) {
         const auto last = batch.prediction.subspan(i * size, size);
+        if (!batch.finished[i]) std::ranges::fill(last, std::numeric_limits<T>::quiet_NaN());
         for (size_t k = 0; k < n_kept; ++k) {
             const std::int64_t loop = batch.first_loop + std::int64_t(k);
             const auto entry = batch.predictions.subspan((i * n_kept + k) * size, size);
@@ -142,26 +144,26 @@ template <class T>
 bool run(const block::Model<T>& model, const loop::Spec& spec, const loop::BatchMemory<T>& batch, const Controls& controls) {
     const std::vector<std::int64_t> first_t(batch.t.begin(), batch.t.end());
     const size_t longest = longest_of(batch.lengths);
-    const bool is_complete = for_each_prompt(batch.lengths, controls, [&](const std::atomic<bool>& cancelled) {
+    const bool is_complete = for_each_prompt(batch.lengths, controls, [&](const block::Cancelled& cancelled) {
         auto loop = std::make_unique<loop::PromptLoop<T>>(model, spec, longest);
-        return [&, loop = std::move(loop)](size_t prompt) { loop->run(batch, prompt, cancelled); };
+        return [&, loop = std::move(loop)](size_t prompt) { return batch.finished[prompt] = loop->run(batch, prompt, cancelled); };
     });
-    if (!is_complete) return false;
-    if (spec.return_predictions && spec.n_loops > batch.first_loop) fill_predictions(spec, batch, first_t);
-    return true;
+    fill_predictions(spec, batch, first_t);
+    return is_complete;
 }
 
 template <class T>
 bool embed(const block::Model<T>& model, const RawPrompts<T>& prompts, std::span<T> signal, const Controls& controls) {
     const size_t width = model.shape.input_kind == block::InputKind::features ? model.shape.n_dims : model.shape.d_model;
     const size_t C = model.shape.d_model, n_tokens = prompts.n_tokens, longest = longest_of(prompts.lengths);
-    return for_each_prompt(prompts.lengths, controls, [&](const std::atomic<bool>&) {
+    return for_each_prompt(prompts.lengths, controls, [&](const block::Cancelled& cancelled) {
         auto forward = std::make_unique<block::Forward<T>>(model, longest, false);
         return [&, width, C, n_tokens, forward = std::move(forward)](size_t prompt) {
             const size_t own = size_t(prompts.lengths[prompt]);
             const auto ids = prompts.ids.empty() ? prompts.ids : prompts.ids.subspan(prompt * n_tokens, own);
             forward->embed({prompts.features.data() + (prompts.features.empty() ? 0 : prompt * n_tokens * width), own, width, width}, ids,
-                           {signal.data() + prompt * n_tokens * C, own, C, C});
+                           {signal.data() + prompt * n_tokens * C, own, C, C}, &cancelled);
+            return !block::is_set(&cancelled);
         };
     });
 }

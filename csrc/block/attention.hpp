@@ -65,6 +65,7 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
         transpose<V>(keys, job.keys);
 
         for_row_tiles<V>(n_tokens - job.first, [&](size_t tile_first, size_t rows) __attribute__((always_inline)) {
+            if (is_set(job.cancelled)) return;
             const size_t first = job.first + tile_first;
             const size_t n_keys = job.is_causal ? first + rows : n_tokens;
             for (size_t j = 0; j < n_keys; j += panel) {

@@ -39,7 +39,8 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
                              .n_columns = w.n_out,
                              .out = out,
                              .adds_to_out = adds_to_out,
-                             .activation = activation});
+                             .activation = activation,
+                             .cancelled = cancelled_});
 }
 
 template <class T>
@@ -60,14 +61,16 @@ void Forward<T>::run_layer(const Layer<T>& layer, Rows<T> x, size_t first, Rows<
                     .is_causal = shape.is_causal,
                     .out = attended_.rows(x.n_rows),
                     .keys = keys_.rows(shape.head_dim),
-                    .scores = scores_.rows(kernels.tile_rows)});
+                    .scores = scores_.rows(kernels.tile_rows),
+                    .cancelled = cancelled_});
     multiply(attended_.rows(x.n_rows).from_row(first), layer.proj, moving, true);
     multiply(normed(), layer.fc, hidden_.rows(moving.n_rows), false, shape.activation);
     multiply(hidden_.rows(moving.n_rows), layer.down, moving, true);
 }
 
 template <class T>
-void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal) {
+void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal, const Cancelled* cancelled) {
+    cancelled_ = cancelled;
     const Shape& shape = model_.shape;
     const Rows<T> x = closed_.rows(signal.n_rows);
     if (x.n_rows == 0) return;
@@ -87,7 +90,8 @@ void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids
 }
 
 template <class T>
-void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first) {
+void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, const Cancelled* cancelled) {
+    cancelled_ = cancelled;
     if (first >= state.n_rows) return;
     const Shape& shape = model_.shape;
     const Rows<T> moving = image.from_row(first);
@@ -103,7 +107,8 @@ void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, 
 }
 
 template <class T>
-void Forward<T>::read(Rows<const T> state, std::span<T> prediction) {
+void Forward<T>::read(Rows<const T> state, std::span<T> prediction, const Cancelled* cancelled) {
+    cancelled_ = cancelled;
     if (state.n_rows == 0) return;
     const Shape& shape = model_.shape;
     if (!model_.coda.empty()) {

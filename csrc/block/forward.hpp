@@ -26,15 +26,19 @@ public:
     // keeps_keys: queries, keys and values of every core layer outlive a pass, so that a frozen prefix is seen by later loops.
     Forward(const Model<T>& model, size_t n_tokens, bool keeps_keys);
 
+    // What each of these writes is unfinished, to be thrown away, where `cancelled` was set meanwhile.
+
     // The injected signal P of a prompt's own tokens, which are `features` [T, n_dims] (or [T, C] for an input of states), or `ids`.
-    void embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal);
+    void embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal,
+               const Cancelled* cancelled = nullptr);
 
     // image = M(state) for the tokens from `first` on. Those before must have been passed by this object, or given to
     // `keys` and `values`. The rows of `positions` and `signal` are counted from token 0.
-    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first);
+    void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first,
+              const Cancelled* cancelled = nullptr);
 
     // The predictions of a state: [n_read, read_width], row after row.
-    void read(Rows<const T> state, std::span<T> prediction);
+    void read(Rows<const T> state, std::span<T> prediction, const Cancelled* cancelled = nullptr);
 
     Rows<T> keys(size_t layer, size_t n_tokens) const;
     Rows<T> values(size_t layer, size_t n_tokens) const;
@@ -45,6 +49,7 @@ private:
     void run_layer(const Layer<T>& layer, Rows<T> x, size_t first, Rows<T> qkv);
 
     const Model<T>& model_;
+    const Cancelled* cancelled_ = nullptr;  // of the call that runs
     std::vector<Matrix<T>> kept_qkv_;  // one a core layer where they are kept, else one
     Matrix<T> qkv_, normed_, attended_, hidden_, keys_, scores_, closed_, read_;
 };

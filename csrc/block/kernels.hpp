@@ -5,6 +5,7 @@
 // tile the row falls into. Sums run in one order.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "block/rows.hpp"
@@ -17,6 +18,10 @@ enum class Inject : std::uint8_t { add, mul, none };
 // Columns that a kernel may write, or read, beyond the last one: strides leave room for them.
 constexpr size_t widest_panel = 32;
 
+// Once it is set, the long kernels leave the rest of their work undone: whoever gave it throws the result away.
+using Cancelled = std::atomic<bool>;
+inline bool is_set(const Cancelled* cancelled) { return cancelled && cancelled->load(std::memory_order_relaxed); }
+
 // out = activation(a W' + bias), or out += a W' + bias.
 template <class T>
 struct Product {
@@ -27,6 +32,7 @@ struct Product {
     Rows<T> out;             // [M, N]; the columns up to the panel's end are written too
     bool adds_to_out;
     Activation activation;
+    const Cancelled* cancelled = nullptr;
 };
 
 // Attention of the tokens from `first` on over all tokens, or over those up to their own where `is_causal`. The queries are scaled
@@ -41,6 +47,7 @@ struct Attention {
     Rows<T> out;         // [T, H head_dim]; rows from `first` on are written
     Rows<T> keys;        // scratch [head_dim, T rounded up to panels]: keys of one head, transposed
     Rows<T> scores;      // scratch [tile_rows, as wide]
+    const Cancelled* cancelled = nullptr;
 };
 
 template <class T>

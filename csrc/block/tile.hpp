@@ -107,7 +107,7 @@ template <class V>
 void product(const Product<typename V::Scalar>& job) noexcept {
     constexpr size_t panel = 2 * V::width;
     const size_t depth = job.a.width;
-    for (size_t column = 0; column < job.n_columns; column += panel) {
+    for (size_t column = 0; column < job.n_columns && !is_set(job.cancelled); column += panel) {
         const bool is_narrow = job.n_columns - column <= size_t(V::width);
         for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
             const Tile<typename V::Scalar> tile{
