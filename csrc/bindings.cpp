@@ -162,9 +162,10 @@ std::function<bool(size_t)> watcher(const py::object& progress) {
     };
 }
 
-// Runs `job` without the GIL; what it throws, or the watcher raised, comes back as a Python error.
+// Runs `job` without the GIL; what it throws, or the watcher raised, comes back as a Python error. Returns false, and takes the
+// error, where that was a KeyboardInterrupt.
 template <class Job>
-void without_gil(const std::string& call, const Job& job) {
+bool without_gil(const std::string& call, const Job& job) {
     bool is_complete = false;
     try {
         const py::gil_scoped_release release;
@@ -172,7 +173,10 @@ void without_gil(const std::string& call, const Job& job) {
     } catch (const batch::PromptError& error) {
         throw std::runtime_error(call + ": prompt " + std::to_string(error.prompt) + ": " + error.what());
     }
-    if (!is_complete) throw py::error_already_set();
+    if (is_complete) return true;
+    if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw py::error_already_set();
+    PyErr_Clear();
+    return false;
 }
 
 // The arrays of a run by name: copies of the caller's where it gave some, else filled with what a loop starts from.
@@ -256,8 +260,12 @@ py::array TypedEngine<T>::embed(const py::object& prompts, const py::object& len
     const std::span<T> values(signal.mutable_data(), size_t(signal.size()));
     std::ranges::fill(values, T(0));
     const py::object none = py::none();
-    without_gil("embed", [&] { return batch::embed<T>(model_, raw, values, {.n_threads = n_threads, .keeps_going = watcher(none)}); });
-    return signal;
+    const bool is_complete = without_gil("embed", [&] {
+        return batch::embed<T>(model_, raw, values, {.n_threads = n_threads, .keeps_going = watcher(none)});
+    });
+    if (is_complete) return signal;
+    PyErr_SetNone(PyExc_KeyboardInterrupt);
+    throw py::error_already_set();
 }
 
 template <class T>
@@ -347,6 +355,8 @@ BatchMemory<T> TypedEngine<T>::batch_of(const py::object& signal, const py::obje
     batch.state = take("Y", next);
     batch.y = take("y", first_state);
 
+    batch.finished = arrays.make<bool>("finished", {B}, false);
+    std::ranges::fill(batch.finished, false);
     batch.prediction = arrays.make<T>("prediction", read, T(0));
     std::ranges::fill(batch.prediction, T(0));
     if (spec.return_predictions) {
@@ -369,17 +379,18 @@ py::dict TypedEngine<T>::run(const py::object& signal, const py::object& state, 
     const BatchMemory<T> batch = batch_of(signal, state, lengths, spec, arrays, own_lengths);
 
     const std::vector<std::int64_t> first_t(batch.t.begin(), batch.t.end());
-    without_gil("run", [&] { return batch::run<T>(model_, spec, batch, {.n_threads = n_threads, .keeps_going = watcher(progress)}); });
+    const bool is_complete = without_gil("run", [&] { return batch::run<T>(model_, spec, batch, {.n_threads = n_threads, .keeps_going = watcher(progress)}); });
 
     const bool has_each_run = std::ranges::equal(first_t, batch.t, [](std::int64_t before, std::int64_t now) { return before < now; });
     if (spec.is_plain() && has_each_run) arrays.made.attr("pop")("Y");  // y itself
     py::dict result;
-    for (const char* name : {"y", "prediction", "predictions"}) {
+    for (const char* name : {"y", "prediction", "predictions", "finished"}) {
         if (!arrays.made.contains(name)) continue;
         result[name] = arrays.made[name];
         arrays.made.attr("pop")(name);
     }
     result["memory"] = arrays.made;
+    result["interrupted"] = !is_complete;
     return result;
 }
 

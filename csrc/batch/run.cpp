@@ -14,7 +14,7 @@
 namespace looped::batch {
 namespace {
 
-constexpr auto wake_up_time = std::chrono::milliseconds(50);
+constexpr auto wake_up_time = std::chrono::milliseconds(20);
 
 // A prompt, and how many threads work on it.
 struct Item {
@@ -24,11 +24,14 @@ struct Item {
 // The queue that the workers draw from, and what they report.
 class Progress {
 public:
-    explicit Progress(std::vector<Item> queue, size_t n_workers) : queue_(std::move(queue)), n_running_(n_workers) {}
+    Progress(std::vector<Item> queue, size_t n_workers, const Controls& controls)
+        : stop([this, &controls] { return !controls.keeps_going || controls.keeps_going(n_finished_.load(std::memory_order_relaxed)); }),
+          queue_(std::move(queue)),
+          n_running_(n_workers) {}
 
     std::optional<Item> next() {
         const size_t place = next_.fetch_add(1, std::memory_order_relaxed);
-        if (place >= queue_.size() || cancelled.load(std::memory_order_relaxed)) return std::nullopt;
+        if (place >= queue_.size() || stop.is_made()) return std::nullopt;
         return queue_[place];
     }
     void finish_prompt() { n_finished_.fetch_add(1, std::memory_order_relaxed); }
@@ -36,7 +39,7 @@ public:
     void fail(size_t prompt, const std::string& what) {
         std::lock_guard lock(mutex_);
         if (!error_ || prompt < error_->prompt) error_.emplace(prompt, what);
-        cancelled = true;
+        stop.make();
     }
     void leave() {
         // Notified under the lock: the caller may destroy this object as soon as it sees the last worker leave.
@@ -44,20 +47,17 @@ public:
         n_running_ -= 1;
         all_left_.notify_all();
     }
-    void wait(const std::function<bool(size_t)>& keeps_going) {
+    void wait() {
         std::unique_lock lock(mutex_);
         while (!all_left_.wait_for(lock, wake_up_time, [&] { return n_running_ == 0; })) {
-            if (cancelled || !keeps_going) continue;
             lock.unlock();
-            const bool goes_on = keeps_going(n_finished_.load(std::memory_order_relaxed));
+            stop.look();
             lock.lock();
-            if (!goes_on) was_stopped_ = cancelled = true;
         }
     }
     const std::optional<PromptError>& error() const { return error_; }
-    bool was_stopped() const { return was_stopped_; }
 
-    std::atomic<bool> cancelled{false};
+    block::StopRequest stop;
 
 private:
     std::vector<Item> queue_;
@@ -66,11 +66,22 @@ private:
     std::condition_variable all_left_;
     size_t n_running_;
     std::optional<PromptError> error_;
-    bool was_stopped_ = false;
 };
 
-// make_worker(team) gives what one thread, the leader of the team, does with a prompt, worker(prompt). Its memory and its team are
-// made by the thread that uses them.
+// Keeps the float mode of the thread that makes it, and gives it back at the end.
+class FloatMode {
+public:
+    FloatMode() { std::fegetenv(&mode_); }
+    ~FloatMode() { std::fesetenv(&mode_); }
+    FloatMode(const FloatMode&) = delete;
+    FloatMode& operator=(const FloatMode&) = delete;
+
+private:
+    std::fenv_t mode_;
+};
+
+// make_worker(team) gives what one thread, the leader of the team, does with a prompt: worker(prompt), which returns whether it has
+// finished. Its memory and its team are made by the thread that uses them.
 template <class MakeWorker>
 void work(const MakeWorker& make_worker, Progress& progress) {
     // A thread inherits the caller's float mode, and a caller that flushes denormals would see other bits than its neighbour.
@@ -81,8 +92,7 @@ void work(const MakeWorker& make_worker, Progress& progress) {
             block::Team team(item->n_members);
             auto worker = make_worker(team);
             for (; item; item = progress.next()) {
-                worker(item->prompt);
-                progress.finish_prompt();
+                if (worker(item->prompt)) progress.finish_prompt();
             }
         }
     } catch (const std::exception& error) {
@@ -114,39 +124,43 @@ std::vector<Item> queue_of(std::span<const std::int64_t> lengths, size_t n_threa
     return queue;
 }
 
-// make_worker(team, cancelled) as above; `operations_per_token` of the most that a team does between two decisions of its leader.
-// Returns false where `controls` cancelled.
+// make_worker(team, stop) as above; `operations_per_token` are those of one loop. The calling thread is one of the workers. Returns
+// false where a stop was asked for first.
 template <class MakeWorker>
 bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_per_token, const Controls& controls,
                      const MakeWorker& make_worker) {
     if (lengths.empty()) return true;
     const size_t n_workers = std::clamp<size_t>(controls.n_threads, 1, lengths.size());
-    Progress progress(queue_of(lengths, controls.n_threads, operations_per_token), n_workers);
+    Progress progress(queue_of(lengths, controls.n_threads, operations_per_token), n_workers, controls);
+    const auto work_here = [&] { work([&](block::Team& team) { return make_worker(team, progress.stop); }, progress); };
     {
         std::vector<std::jthread> workers;
         for (size_t i = 1; i < n_workers; ++i) {
             try {
-                workers.emplace_back([&] { work([&](block::Team& team) { return make_worker(team, progress.cancelled); }, progress); });
+                workers.emplace_back(work_here);
             } catch (const std::system_error&) {  // no more threads to be had: the others do the work
                 progress.leave();
-                if (workers.empty() && i + 1 == n_workers) throw;
             }
         }
-        work([&](block::Team& team) { return make_worker(team, progress.cancelled); }, progress);
-        progress.wait(controls.keeps_going);
+        const FloatMode callers;
+        work_here();
+        progress.wait();
     }
     if (progress.error()) throw *progress.error();
-    return !progress.was_stopped();
+    return !progress.stop.is_made();
 }
 
 size_t longest_of(std::span<const std::int64_t> lengths) { return lengths.empty() ? 0 : size_t(std::ranges::max(lengths)); }
 
-// Entries of `predictions` after a prompt's exit hold its last one; those before its first loop here are NaN.
+// Entries of `predictions` after a prompt's exit hold its last one; those before its first loop here are NaN, and so is all that a
+// prompt which was told to stop has not come to.
 template <class T>
 void fill_predictions(const loop::Spec& spec, const loop::BatchMemory<T>& batch, std::span<const std::int64_t> first_t) {
-    const size_t size = batch.prediction_size(), n_kept = size_t(spec.n_loops - batch.first_loop);
+    const size_t size = batch.prediction_size();
+    const size_t n_kept = spec.return_predictions ? size_t(std::max<std::int64_t>(0, spec.n_loops - batch.first_loop)) : 0;
     for (size_t i = 0; i < batch.n_prompts; ++i) {
         const auto last = batch.prediction.subspan(i * size, size);
+        if (!batch.finished[i]) std::ranges::fill(last, std::numeric_limits<T>::quiet_NaN());
         for (size_t k = 0; k < n_kept; ++k) {
             const std::int64_t loop = batch.first_loop + std::int64_t(k);
             const auto entry = batch.predictions.subspan((i * n_kept + k) * size, size);
@@ -166,13 +180,12 @@ bool run(const block::Model<T>& model, const loop::Spec& spec, const loop::Batch
     const std::vector<std::int64_t> first_t(batch.t.begin(), batch.t.end());
     const size_t longest = longest_of(batch.lengths);
     const double operations = model.shape.operations_per_token(model.core.size());
-    const bool is_complete = for_each_prompt(batch.lengths, operations, controls, [&](block::Team& team, const std::atomic<bool>& cancelled) {
-        auto loop = std::make_unique<loop::PromptLoop<T>>(model, spec, team, longest);
-        return [&, loop = std::move(loop)](size_t prompt) { loop->run(batch, prompt, cancelled); };
+    const bool is_complete = for_each_prompt(batch.lengths, operations, controls, [&](block::Team& team, block::StopRequest& stop) {
+        auto loop = std::make_unique<loop::PromptLoop<T>>(model, spec, team, stop, longest);
+        return [&, loop = std::move(loop)](size_t prompt) { return batch.finished[prompt] = loop->run(batch, prompt); };
     });
-    if (!is_complete) return false;
-    if (spec.return_predictions && spec.n_loops > batch.first_loop) fill_predictions(spec, batch, first_t);
-    return true;
+    fill_predictions(spec, batch, first_t);
+    return is_complete;
 }
 
 template <class T>
@@ -180,13 +193,14 @@ bool embed(const block::Model<T>& model, const RawPrompts<T>& prompts, std::span
     const size_t width = model.shape.input_kind == block::InputKind::features ? model.shape.n_dims : model.shape.d_model;
     const size_t C = model.shape.d_model, n_tokens = prompts.n_tokens, longest = longest_of(prompts.lengths);
     const double operations = model.shape.operations_per_token(model.prelude.size());
-    return for_each_prompt(prompts.lengths, operations, controls, [&](block::Team& team, const std::atomic<bool>&) {
-        auto forward = std::make_unique<block::Forward<T>>(model, team, longest, false);
+    return for_each_prompt(prompts.lengths, operations, controls, [&](block::Team& team, block::StopRequest& stop) {
+        auto forward = std::make_unique<block::Forward<T>>(model, team, stop, longest, false);
         return [&, width, C, n_tokens, forward = std::move(forward)](size_t prompt) {
             const size_t own = size_t(prompts.lengths[prompt]);
             const auto ids = prompts.ids.empty() ? prompts.ids : prompts.ids.subspan(prompt * n_tokens, own);
             forward->embed({prompts.features.data() + (prompts.features.empty() ? 0 : prompt * n_tokens * width), own, width, width}, ids,
                            {signal.data() + prompt * n_tokens * C, own, C, C});
+            return !stop.is_made();
         };
     });
 }

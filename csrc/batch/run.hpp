@@ -19,14 +19,15 @@ public:
 
 struct Controls {
     size_t n_threads = 1;
-    // Called on the calling thread about every 50 ms with the number of prompts that have finished; false cancels.
+    // Called on the calling thread, which is one of those that work, about every 50 ms with the number of prompts that have finished; false cancels.
     std::function<bool(size_t n_finished)> keeps_going;
 };
 
 // The threads of a call live as long as it does, so that there is nothing to mend after a fork, and calls from several threads do
 // not meet. Both functions throw PromptError, for the first prompt that failed, and return false where they were cancelled.
 
-// Runs all prompts of the batch to their exits, in place.
+// Runs all prompts of the batch to their exits, in place. Where it is cancelled, prompts that have not finished are in the memory as
+// their last complete loop left them, and go on from there in another run.
 template <class T>
 bool run(const block::Model<T>& model, const loop::Spec& spec, const loop::BatchMemory<T>& batch, const Controls& controls);
 

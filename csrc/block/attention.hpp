@@ -58,7 +58,9 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
     constexpr size_t width = V::width, panel = 2 * V::width;
     const size_t n_tokens = job.is_causal ? job.end : job.qkv.n_rows;  // that are attended to
     const size_t d = job.head_dim, all_heads = job.n_heads * d;
-    for (size_t head = 0; head < job.n_heads; ++head) {
+    Lookout lookout(job.stop);
+    bool is_stopped = false;
+    for (size_t head = 0; head < job.n_heads && !is_stopped; ++head) {
         const Rows<const T> queries = job.qkv.from_column(head * d);
         Rows<const T> keys = job.qkv.between(0, n_tokens).from_column(all_heads + head * d);
         keys.width = d;
@@ -66,6 +68,7 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
         transpose<V>(keys, job.keys);
 
         for_row_tiles<V>(job.end - job.first, [&](size_t tile_first, size_t rows) __attribute__((always_inline)) {
+            if (is_stopped) return;
             const size_t first = job.first + tile_first;
             const size_t n_keys = job.is_causal ? first + rows : n_tokens;
             for (size_t j = 0; j < n_keys; j += panel) {
@@ -94,6 +97,7 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
                                    .row_scale = scale};
                 d - c <= width ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
             }
+            is_stopped = lookout.sees_stop_after(2 * rows * n_keys * d);
         });
     }
 }

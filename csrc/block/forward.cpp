@@ -5,7 +5,8 @@
 namespace looped::block {
 
 template <class T>
-Forward<T>::Forward(const Model<T>& model, Team& team, size_t n_tokens, bool keeps_keys) : model_(model), team_(team) {
+Forward<T>::Forward(const Model<T>& model, Team& team, StopRequest& stop, size_t n_tokens, bool keeps_keys)
+    : model_(model), team_(team), stop_(stop) {
     const Shape& shape = model.shape;
     const size_t panel = model.kernels->panel, n_keys = (n_tokens + panel - 1) / panel * panel;
     for (size_t i = 0; keeps_keys && i < shape.n_core; ++i) kept_qkv_.emplace_back(n_tokens, 3 * shape.attention_width());
@@ -41,7 +42,8 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
                              .n_columns = w.n_out,
                              .out = out,
                              .adds_to_out = adds_to_out,
-                             .activation = activation});
+                             .activation = activation,
+                             .stop = &stop_});
 }
 
 template <class T>
@@ -71,7 +73,8 @@ void Forward<T>::finish_layer(const Layer<T>& layer, Rows<T> x, Share share, Row
                             .is_causal = shape.is_causal,
                             .out = attended_.rows(x.n_rows),
                             .keys = keys_[member].rows(shape.head_dim),
-                            .scores = scores_[member].rows(model_.kernels->tile_rows)});
+                            .scores = scores_[member].rows(model_.kernels->tile_rows),
+                            .stop = &stop_});
     multiply(own(attended_), layer.proj, moving, true);
     multiply(normed(x, share), layer.fc, own(hidden_), false, shape.activation);
     multiply(own(hidden_), layer.down, moving, true);

@@ -27,7 +27,9 @@ template <class T>
 class Forward {
 public:
     // keeps_keys: queries, keys and values of every core layer outlive a pass, so that a frozen prefix is seen by later loops.
-    Forward(const Model<T>& model, Team& team, size_t n_tokens, bool keeps_keys);
+    Forward(const Model<T>& model, Team& team, StopRequest& stop, size_t n_tokens, bool keeps_keys);
+
+    // What each of the three writes is unfinished, to be thrown away, where a stop was asked for meanwhile.
 
     // The injected signal P of a prompt's own tokens, which are `features` [T, n_dims] (or [T, C] for an input of states), or `ids`.
     void embed(Rows<const T> features, std::span<const std::int64_t> ids, Rows<T> signal);
@@ -68,6 +70,7 @@ private:
 
     const Model<T>& model_;
     Team& team_;
+    StopRequest& stop_;
     std::vector<Matrix<T>> kept_qkv_;         // one a core layer where they are kept
     Matrix<T> qkv_[2];                        // in turns: one is written while another member may still read the other
     std::vector<Matrix<T>> keys_, scores_;    // one a member

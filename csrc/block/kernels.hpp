@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "block/rows.hpp"
+#include "block/stop.hpp"
 
 namespace looped::block {
 
@@ -27,6 +28,7 @@ struct Product {
     Rows<T> out;             // [M, N]; the columns up to the panel's end are written too
     bool adds_to_out;
     Activation activation;
+    StopRequest* stop = nullptr;
 };
 
 // Attention of the tokens from `first` up to `end` over all tokens, or over those up to their own where `is_causal`. The queries
@@ -41,6 +43,7 @@ struct Attention {
     Rows<T> out;         // [T, H head_dim]; rows from `first` up to `end` are written
     Rows<T> keys;        // scratch [head_dim, T rounded up to panels]: keys of one head, transposed
     Rows<T> scores;      // scratch [tile_rows, as wide]
+    StopRequest* stop = nullptr;
 };
 
 template <class T>

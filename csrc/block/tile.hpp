@@ -107,6 +107,7 @@ template <class V>
 void product(const Product<typename V::Scalar>& job) noexcept {
     constexpr size_t panel = 2 * V::width;
     const size_t depth = job.a.width;
+    Lookout lookout(job.stop);
     for (size_t column = 0; column < job.n_columns; column += panel) {
         const bool is_narrow = job.n_columns - column <= size_t(V::width);
         for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
@@ -124,6 +125,7 @@ void product(const Product<typename V::Scalar>& job) noexcept {
             };
             is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
         });
+        if (lookout.sees_stop_after(job.a.n_rows * depth * panel)) return;
     }
 }
 

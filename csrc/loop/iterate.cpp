@@ -39,34 +39,41 @@ double norm_of_norms(std::span<const double> norms) {
 }  // namespace
 
 template <class T>
-PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, size_t n_tokens)
+PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, block::StopRequest& stop,
+                          size_t n_tokens)
     : model_(model),
       spec_(spec),
-      forward_(model, team, n_tokens, spec.is_prefix),
+      stop_(stop),
+      forward_(model, team, stop, n_tokens, spec.is_prefix),
       g_(n_tokens),
       n_(n_tokens),
       scratch_(n_tokens),
       prediction_(model.shape.n_read(n_tokens) * model.shape.read_width()),
       is_still_(n_tokens) {
-    for (auto& buffer : buffers_) buffer = block::Matrix<T>(n_tokens, model.shape.d_model);
+    for (size_t i = 0; i < (spec.is_plain() ? 2 : 4); ++i) buffers_[i] = block::Matrix<T>(n_tokens, model.shape.d_model);
 }
 
 template <class T>
-void PromptLoop<T>::run(const BatchMemory<T>& batch, size_t i, const std::atomic<bool>& cancelled) {
+bool PromptLoop<T>::run(const BatchMemory<T>& batch, size_t i) {
     if (batch.done[i] || batch.t[i] >= spec_.n_loops) {
         image_ = batch.token_rows(batch.y, i);
     } else {
         start(batch, i);
-        while (!cancelled.load(std::memory_order_relaxed)) {
-            if (once(batch, i)) {
-                finish(batch, i);
-                break;
-            }
+        const std::int64_t first_t = batch.t[i];
+        Turn turn = once(batch, i);
+        while (turn == Turn::more) {
             std::swap(state_, spec_.is_plain() ? image_ : next_);
+            if (!spec_.is_plain()) std::swap(image_, last_image_);
+            turn = once(batch, i);
         }
-        if (cancelled.load(std::memory_order_relaxed)) return;
+        if (turn == Turn::abandoned) {
+            if (batch.t[i] > first_t) save(batch, i, spec_.is_plain() ? state_ : last_image_, state_);
+            return false;
+        }
+        save(batch, i, image_, spec_.is_plain() ? image_ : next_);
     }
     forward_.read(image_, batch.prediction.subspan(i * batch.prediction_size(), batch.prediction_size()));
+    return !stop_.is_made();
 }
 
 template <class T>
@@ -74,7 +81,10 @@ void PromptLoop<T>::start(const BatchMemory<T>& batch, size_t i) {
     const size_t n_tokens = batch.length(i);
     state_ = buffers_[0].rows(n_tokens);
     image_ = buffers_[1].rows(n_tokens);
-    next_ = buffers_[2].rows(n_tokens);
+    if (!spec_.is_plain()) {
+        next_ = buffers_[2].rows(n_tokens);
+        last_image_ = buffers_[3].rows(n_tokens);
+    }
     copy_rows<T>(batch.token_rows(batch.state, i), state_);
     first_ = 0;
     if (spec_.is_prefix) {
@@ -87,9 +97,9 @@ void PromptLoop<T>::start(const BatchMemory<T>& batch, size_t i) {
 }
 
 template <class T>
-void PromptLoop<T>::finish(const BatchMemory<T>& batch, size_t i) {
-    copy_rows<T>(image_, batch.token_rows(batch.y, i));
-    copy_rows<T>(spec_.is_plain() ? image_ : next_, batch.token_rows(batch.state, i));
+void PromptLoop<T>::save(const BatchMemory<T>& batch, size_t i, Rows<const T> image, Rows<const T> next) {
+    copy_rows<T>(image, batch.token_rows(batch.y, i));
+    copy_rows<T>(next, batch.token_rows(batch.state, i));
     if (spec_.is_prefix) {
         for (size_t layer = 0; layer < model_.shape.n_core; ++layer) {
             copy_rows<T>(forward_.keys(layer, batch.length(i)), batch.cache_rows(batch.keys, i, layer));
@@ -99,7 +109,7 @@ void PromptLoop<T>::finish(const BatchMemory<T>& batch, size_t i) {
 }
 
 template <class T>
-bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
+auto PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) -> Turn {
     Counters counters = batch.counters(i);
     Watch watch(spec_, counters);
     const size_t n_tokens = state_.n_rows;
@@ -108,6 +118,7 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
     std::fill_n(g_.begin(), first_, 0.0);  // a frozen token does not move
     std::fill_n(n_.begin(), first_, 0.0);
     forward_.pass(state_, batch.signal_rows(i), image_, first_, [&](block::Share share) noexcept { measure(share); });
+    if (stop_.look()) return Turn::abandoned;
     counters.t += 1;
     double moving_g, g, n;  // of what moves; of all own tokens
     if (spec_.is_prefix) {
@@ -162,7 +173,7 @@ bool PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) {
         const size_t place = i * n_kept + size_t(counters.t - 1 - batch.first_loop);
         std::copy_n(prediction_.begin(), own, batch.predictions.begin() + std::ptrdiff_t(place * size));
     }
-    return counters.done || counters.t >= spec_.n_loops;
+    return counters.done || counters.t >= spec_.n_loops ? Turn::last : Turn::more;
 }
 
 // g_ and n_: squares of F - Y and of F, token by token.

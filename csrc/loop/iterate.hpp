@@ -1,7 +1,6 @@
 // One prompt's loop, from its first step to its exit.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "block/forward.hpp"
@@ -14,15 +13,18 @@ namespace looped::loop {
 template <class T>
 class PromptLoop {
 public:
-    PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, size_t n_tokens);
+    PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, block::StopRequest& stop, size_t n_tokens);
 
-    // Runs prompt i of the batch to its exit, and reads its prediction. Returns early, without a result, once `cancelled`.
-    void run(const BatchMemory<T>& batch, size_t i, const std::atomic<bool>& cancelled);
+    // Runs prompt i of the batch to its exit, and reads its prediction. Returns false where it was told to stop: without a prediction, and in
+    // the memory as its last complete loop left it.
+    bool run(const BatchMemory<T>& batch, size_t i);
 
 private:
+    enum class Turn { more, last, abandoned };
+
     void start(const BatchMemory<T>& batch, size_t i);
-    void finish(const BatchMemory<T>& batch, size_t i);
-    bool once(const BatchMemory<T>& batch, size_t i);  // one loop; returns whether it was the last
+    void save(const BatchMemory<T>& batch, size_t i, Rows<const T> image, Rows<const T> next);
+    Turn once(const BatchMemory<T>& batch, size_t i);  // one loop; an abandoned one leaves no trace
 
     void measure(block::Share share) noexcept;
     double norm_of(Rows<const T> a, Rows<const T> b);
@@ -34,9 +36,11 @@ private:
 
     const block::Model<T>& model_;
     const Spec& spec_;
+    block::StopRequest& stop_;
     block::Forward<T> forward_;
-    block::Matrix<T> buffers_[3];
+    block::Matrix<T> buffers_[4];
     Rows<T> state_, image_, next_;  // Y, F, Y' of the prompt that runs
+    Rows<T> last_image_;            // F of the loop before, where it is not Y
     size_t first_ = 0;              // tokens before it are frozen
 
     std::vector<double> g_, n_;  // a token each: squares at first, then norms

@@ -68,7 +68,8 @@ struct BatchMemory {
     std::span<double> aa_g;
     std::span<std::int64_t> n_seen;
 
-    std::span<T> prediction;   // [B, N, width]
+    std::span<bool> finished;  // [B], set by the run: false where it was cancelled first
+    std::span<T> prediction;   // [B, N, width]; NaN where not finished
     std::span<T> predictions;  // [B, loops, N, width] or empty
     std::int64_t first_loop = 0;  // loop before the first of `predictions`
 

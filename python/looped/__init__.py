@@ -5,7 +5,7 @@ from looped.accelerate import Anderson
 from looped.checkpoint import load_checkpoint, load_model, save_model
 from looped.config import LoopedConfig, gpt2_config, icl_config
 from looped.engine import solve, solve_iter
-from looped.loop import LoopResult, LoopState, PromptResult, Status
+from looped.loop import Interrupted, LoopResult, LoopState, PromptResult, Status
 from looped.model import LoopedTransformer
 from looped.pretrained import load_pretrained
 
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Anderson",
+    "Interrupted",
     "LoopResult",
     "LoopState",
     "LoopedConfig",

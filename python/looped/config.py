@@ -181,6 +181,13 @@ class LoopedConfig:
         widths = {"scalar": 1, "classes": self.n_classes, "vocabulary": self.vocab_size, "none": 0}
         return widths[self.readout] or 0
 
+    def prediction_shape(self, n_prompts: int, n_tokens: int) -> tuple[int, ...]:
+        """What `LoopedTransformer.read` gives: [B, N], [B, N, classes or vocabulary], or the state's [B, T, C]."""
+        if self.readout == "none":
+            return n_prompts, n_tokens, self.d_model
+        n_read = (n_tokens + self.read_stride - 1) // self.read_stride
+        return (n_prompts, n_read) if self.readout == "scalar" else (n_prompts, n_read, self.readout_width)
+
     def replace(self, **changes: Any) -> LoopedConfig:
         """A copy with some fields changed, checked like a new one. Widths that followed from others follow again."""
         fields = self.to_dict()

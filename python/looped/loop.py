@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson
+from looped.config import LoopedConfig
 from looped.exits import Exact, ExitRule, Memory
 
 
@@ -20,6 +21,7 @@ class Status(IntEnum):
     CONVERGED = 1  # the exit rule passed
     STALLED = 2  # the state goes on changing without coming closer to rest
     NONFINITE = 3  # the state holds NaN or infinity
+    INTERRUPTED = 4  # it has not ended: an interrupt came first, and the result's `state` goes on
 
 
 ON_STALL = ("ignore", "exit", "damp")
@@ -66,13 +68,15 @@ class LoopState:
     """Everything that resuming needs, for B prompts: pass it to `solve` as `state` with the same prompts.
 
     y [B, T, C] is the last F. `memory` holds the solver's other tensors, prompts first. Under another exit rule, on_stall or
-    accelerate the loops go on from the state, with new counters.
+    accelerate the loops go on from the state, with new counters. Without memory no loop has begun, and y is Y_0 where the model
+    has that given.
     """
 
     y: Tensor
     memory: Memory
     stopping: tuple[object, ...]
     prompt_sums: Tensor | None = None  # float64 [B], tells other prompts from the same ones
+    weights_sum: int | None = None  # `looped.weights.checksum`, tells other weights from the same ones
 
     def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
         """The states of some prompts: their numbers, or a bool mask [B]."""
@@ -86,7 +90,7 @@ class LoopState:
         rows = rows.long()
         memory = {name: tensor[rows] for name, tensor in self.memory.items()}
         sums = None if self.prompt_sums is None else self.prompt_sums[rows]
-        return LoopState(self.y[rows], memory, self.stopping, sums)
+        return LoopState(self.y[rows], memory, self.stopping, sums, self.weights_sum)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,8 @@ class LoopResult:
     n_loops_by_token: int64 [B, T], the loop at which a token was frozen (scope="prefix"), else None.
     state: resumes, see `LoopState`. It shares its memory with y.
     backend, reason: what ran it, and why that one.
+    interrupted: whether Ctrl-C stopped the call. Prompts that had not finished then have Status.INTERRUPTED, the state of their
+        last complete loop, and NaN for what has not been read.
     """
 
     y: Tensor | list[Tensor]
@@ -130,6 +136,12 @@ class LoopResult:
     state: LoopState
     backend: str
     reason: str
+    interrupted: bool = False
+
+    @property
+    def finished(self) -> Tensor:
+        """bool [B]: which prompts have ended; all of them unless the call was interrupted."""
+        return self.status != Status.INTERRUPTED
 
     def __len__(self) -> int:
         return len(self.n_loops)
@@ -146,4 +158,53 @@ class LoopResult:
             predictions=None if predictions is None else predictions[i].clone(),
             n_loops_by_token=None if by_token is None else by_token[i].clone(),
             state=self.state.select([range(len(self))[i]]),
+        )
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C stopped `solve` or `solve_iter`. `result` holds what is finished, and a state from which the rest goes on.
+
+    `result.finished` says which prompts have ended. Of `solve_iter`, `result` is of the batch that ran, whose prompts are
+    counted from `n_before`; those of the batches before were given out already.
+    """
+
+    def __init__(self, result: LoopResult, n_before: int = 0) -> None:
+        done = f"{int(result.finished.sum())} of {len(result)} prompts"
+        batch = f" of the batch that begins with prompt {n_before}" if n_before else ""
+        super().__init__(f"interrupted: {done}{batch} had finished; state=interrupt.result.state goes on from here")
+        self.result, self.n_before = result, n_before
+
+
+def not_begun(
+    config: LoopedConfig, prompts: Tensor, dtype: torch.dtype, spec: LoopSpec, state: LoopState | Tensor | None, backend: str
+) -> LoopResult:
+    """The result of a run that was interrupted before its first loop."""
+    n_prompts, n_tokens = prompts.shape[:2]
+    if not isinstance(state, LoopState):
+        y = torch.zeros(n_prompts, n_tokens, config.d_model, dtype=dtype, device=prompts.device) if state is None else state
+        state = LoopState(y, {}, spec.stopping)
+    shape = config.prediction_shape(n_prompts, n_tokens)
+    unread = state.y.new_full(shape, torch.nan)
+    t = state.memory.get("t", torch.zeros(n_prompts, dtype=torch.int64, device=prompts.device))
+    n_kept = max(0, spec.n_loops - (int(t.min()) if n_prompts else 0))
+    return LoopResult(
+        y=state.y,
+        prediction=unread,
+        n_loops=t,
+        status=torch.full_like(t, Status.INTERRUPTED),
+        residual=state.memory.get("residual", torch.full_like(t, torch.nan, dtype=torch.float64)),
+        predictions=unread[:, None].expand(-1, n_kept, *shape[1:]) if spec.return_predictions else None,
+        n_loops_by_token=state.memory.get("prefix.n_loops") if spec.rule.scope == "prefix" else None,
+        state=state,
+        backend=backend,
+        reason="",
+        interrupted=True,
+    )
+
+
+def check_weights(state: LoopState | Tensor | None, weights_sum: int) -> None:
+    """Raises ValueError where a state was made with other weights."""
+    if isinstance(state, LoopState) and state.weights_sum not in (None, weights_sum):
+        raise ValueError(
+            "solve: state was made with other weights than the model has now; start without state, or put those weights back"
         )

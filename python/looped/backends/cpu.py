@@ -9,16 +9,19 @@ import dataclasses
 import importlib
 import os
 import threading
-import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from looped.config import LoopedConfig
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, RULES
-from looped.loop import LoopResult, LoopSpec, LoopState, Status
+from looped.loop import LoopResult, LoopSpec, LoopState, Status, check_weights, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
+from looped.weights import checksum, weights_of
 
 _engine: Any = None
 _missing: str | None = None
@@ -27,9 +30,9 @@ try:
 except ImportError as error:  # built without a C++ compiler, or for another Python
     _missing = f"the C++ engine is not in this installation ({error}); install looped where a C++20 compiler is"
 
-BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+DTYPES = (torch.float32, torch.float64)
 
-_packed: weakref.WeakKeyDictionary[LoopedTransformer, tuple[tuple[Any, ...], Any]] = weakref.WeakKeyDictionary()
+_packed: Any = WeakTensorKeyDictionary()  # the first weight: (what it was packed from, the engine); goes with that weight
 _lock = threading.Lock()
 
 
@@ -40,7 +43,7 @@ def why_not(model: LoopedTransformer, spec: LoopSpec | None = None) -> str | Non
     parameter = next(model.parameters())
     if parameter.device.type != "cpu":
         return f"the C++ engine runs on the CPU and the model is on {parameter.device}"
-    if parameter.dtype not in BITS:
+    if parameter.dtype not in DTYPES:
         return f"the C++ engine computes in float32 or float64 and the model is {parameter.dtype}"
     if spec is not None and type(spec.rule) not in RULES.values():
         return f"{type(spec.rule).__name__} is a rule of your own, which runs on the eager backend"
@@ -58,30 +61,42 @@ def run(
     lengths: Tensor | None,
     spec: LoopSpec,
     state: LoopState | Tensor | None = None,
+    on_progress: Callable[[int], object] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> LoopResult:
-    """`eager.run` on the C++ engine: the same arguments and results; the same bits in any batch and at any thread count."""
-    engine, n_threads = packed(model), thread_count()
+    """`eager.run` on the C++ engine: the same arguments and results; the same bits in any batch and at any thread count.
+
+    weights: used in place of the model's own. An interrupt is noticed within 0.1 s.
+    """
+    weights = weights_of(model) if weights is None else weights
+    (engine, weights_sum), n_threads = packed(model.config, weights), thread_count()
+    check_weights(state, weights_sum)
     own = None if lengths is None else lengths.numpy()
-    P = torch.from_numpy(engine.embed(prompts.detach().contiguous().numpy(), own, n_threads=n_threads))
+    try:
+        P = torch.from_numpy(engine.embed(prompts.detach().contiguous().numpy(), own, n_threads=n_threads))
+    except KeyboardInterrupt:
+        return not_begun(model.config, prompts, next(iter(weights.values())).dtype, spec, state, "cpu")
     memory: dict[str, np.ndarray] | None = None
     if isinstance(state, LoopState):
         Y, memory = state.y, _memory_of(state, spec)
     else:
         Y = clear_padding(model.initial_state(P, state), own_tokens(P.shape[1], lengths))
-    out = engine.run(P.numpy(), Y.detach().contiguous().numpy(), own, spec_values(spec, P.dtype), memory, n_threads=n_threads)
+    values, first = spec_values(spec, P.dtype), Y.detach().contiguous().numpy()
+    out = engine.run(P.numpy(), first, own, values, memory, n_threads=n_threads, progress=on_progress)
     arrays = {name: torch.from_numpy(array) for name, array in out["memory"].items()}
-    y = torch.from_numpy(out["y"])
+    y, finished = torch.from_numpy(out["y"]), torch.from_numpy(out["finished"])
     return LoopResult(
         y=y,
         prediction=torch.from_numpy(out["prediction"]),
         n_loops=arrays["t"],
-        status=arrays["status"],
+        status=torch.where(finished, arrays["status"], Status.INTERRUPTED),
         residual=arrays["residual"],
         predictions=torch.from_numpy(out["predictions"]) if spec.return_predictions else None,
         n_loops_by_token=arrays.get("prefix.n_loops"),
-        state=LoopState(y, arrays, spec.stopping),
+        state=LoopState(y, arrays, spec.stopping, weights_sum=weights_sum),
         backend="cpu",
         reason="",
+        interrupted=out["interrupted"],
     )
 
 
@@ -107,26 +122,19 @@ def _memory_of(state: LoopState, spec: LoopSpec) -> dict[str, np.ndarray]:
     return {name: tensor.contiguous().numpy() for name, tensor in kept.items()}
 
 
-def packed(model: LoopedTransformer) -> Any:
-    """The engine of a model, packed again whenever a parameter has changed in any way, edits through `.data` included."""
+def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, int]:
+    """The engine of these weights and their checksum. Packed once, and again when any weight has changed in any way: the
+    checksum sees what versions do not, such as edits through `.data`.
+    """
+    first = next(iter(weights.values()))
+    key = (config, tuple(weights), checksum(weights.values()))
     with _lock:
-        key = _fingerprint(model)
-        known = _packed.get(model)
+        known = _packed.get(first)
         if known is None or known[0] != key:
-            weights = {name: np.ascontiguousarray(p.detach().numpy()) for name, p in model.state_dict().items()}
-            known = (key, _engine.Engine(model.config.to_dict(), weights))
-            _packed[model] = known
-        return known[1]
-
-
-def _fingerprint(model: LoopedTransformer) -> tuple[Any, ...]:
-    """Where every parameter lies, its version, and the sum of its bits: what edits past the version counter change."""
-    marks: list[Any] = [model.config]
-    for parameter in model.parameters():
-        version = -1 if parameter.is_inference() else parameter._version
-        bits = parameter.detach().contiguous().view(BITS[parameter.dtype]).sum().item()
-        marks.append((parameter.data_ptr(), version, parameter.dtype, tuple(parameter.shape), bits))
-    return tuple(marks)
+            arrays = {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in weights.items()}
+            known = (key, _engine.Engine(config.to_dict(), arrays))
+            _packed[first] = known
+        return known[1], key[2]
 
 
 def thread_count() -> int:

@@ -6,6 +6,8 @@ with a dot belong to a rule or a method and are carried along like the rest.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,8 +15,9 @@ from torch import Tensor
 
 from looped.backends.eager_prefix import PrefixScope
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, Memory, Step, Watch
-from looped.loop import LoopResult, LoopSpec, LoopState, Status
+from looped.loop import LoopResult, LoopSpec, LoopState, Status, check_weights, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
+from looped.weights import checksum, weights_of
 
 DAMPING = 0.5  # a in Y' = Y + a (F - Y), once a prompt has stalled under on_stall="damp"
 
@@ -73,28 +76,48 @@ def run(
     lengths: Tensor | None,
     spec: LoopSpec,
     state: LoopState | Tensor | None = None,
+    on_progress: Callable[[int], object] | None = None,
 ) -> LoopResult:
-    """Loop a padded batch until every prompt has finished.
+    """Loop a padded batch until every prompt has finished, or until a KeyboardInterrupt (`LoopResult.interrupted`).
 
-    prompts and lengths as in `LoopedTransformer.embed`; state: Y_0 where the model wants one given, or a `LoopState`.
+    prompts and lengths as in `LoopedTransformer.embed`; state: Y_0 where the model wants one given, or a `LoopState`;
+    on_progress: called after each loop with the number of prompts that have finished.
     """
+    weights_sum = checksum(weights_of(model).values())
+    check_weights(state, weights_sum)
     with torch.autocast(prompts.device.type, enabled=False):  # the dtype asked for is the dtype computed in
-        return _run(model, prompts, lengths, spec, state)
+        result = _run(model, prompts, lengths, spec, state, on_progress)
+    return dataclasses.replace(result, state=dataclasses.replace(result.state, weights_sum=weights_sum))
 
 
 def _run(
-    model: LoopedTransformer, prompts: Tensor, lengths: Tensor | None, spec: LoopSpec, state: LoopState | Tensor | None
+    model: LoopedTransformer,
+    prompts: Tensor,
+    lengths: Tensor | None,
+    spec: LoopSpec,
+    state: LoopState | Tensor | None,
+    on_progress: Callable[[int], object] | None,
 ) -> LoopResult:
     loop = EagerLoop(model, spec)
-    live = loop.start(prompts, lengths, state)
+    try:
+        live = loop.start(prompts, lengths, state)
+    except KeyboardInterrupt:
+        return not_begun(model.config, prompts, next(model.parameters()).dtype, spec, state, "eager")
     first_t = live["t"].clone()
     finished = Finished(live)
-    finished.take(live, live["done"] | (live["t"] >= spec.n_loops))
-    while len(live["t"]):
-        leaving = loop.once(live)
-        if spec.return_predictions:
-            finished.note_predictions(live, loop.prediction)
-        finished.take(live, leaving)
+    before = dict(live)  # as the last complete loop left it: no tensor of it is changed in place
+    try:
+        finished.take(live, live["done"] | (live["t"] >= spec.n_loops))
+        while len(live["t"]):
+            leaving = loop.once(live)
+            if spec.return_predictions:
+                finished.note_predictions(live, loop.prediction)
+            finished.take(live, leaving)
+            before = dict(live)
+            if on_progress:
+                on_progress(finished.n_prompts - len(live["t"]))
+    except KeyboardInterrupt:
+        finished.interrupt(before, spec.n_loops)
     return finished.result(model, lengths, spec, first_t)
 
 
@@ -203,6 +226,8 @@ class Finished:
         self.n_prompts = len(live["t"])
         self.memory: Memory | None = None
         self.predictions: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.interrupted = False
+        self.unfinished = torch.zeros_like(live["done"])
         live["index"] = torch.arange(self.n_prompts, device=live["t"].device)
 
     def take(self, live: Memory, leaving: Tensor) -> None:
@@ -221,6 +246,14 @@ class Finished:
             self.memory[name][live["index"][leaving]] = tensor[leaving]
         live.update({name: tensor[~leaving] for name, tensor in live.items()})
 
+    def interrupt(self, live: Memory, n_loops: int) -> None:
+        """Take prompts that have not finished, as their last complete loop left them."""
+        self.interrupted = True
+        self.unfinished[live["index"]] = ~live["done"] & (live["t"] < n_loops)
+        if len(live["t"]) == self.n_prompts:
+            self.memory = None  # nobody has left yet, or has only begun to
+        self.take(dict(live), torch.ones_like(live["done"]))
+
     def note_predictions(self, live: Memory, prediction: Tensor | None) -> None:
         """Keep the predictions of this loop."""
         assert prediction is not None
@@ -234,18 +267,22 @@ class Finished:
         if spec.is_plain and bool((memory["t"] > first_t).all()):
             memory.pop("Y")  # F itself
         prediction = model.read(y, lengths)
+        if self.interrupted:
+            prediction = prediction.clone()
+            prediction[self.unfinished] = torch.nan
         predictions = self._stack(prediction, memory["t"], first_t, spec.n_loops) if spec.return_predictions else None
         return LoopResult(
             y=y,
             prediction=prediction,
             n_loops=memory["t"],
-            status=memory["status"],
+            status=torch.where(self.unfinished, Status.INTERRUPTED, memory["status"]),
             residual=memory["residual"],
             predictions=predictions,
             n_loops_by_token=memory.get("prefix.n_loops"),
             state=LoopState(y, memory, spec.stopping),
             backend="eager",
             reason="",
+            interrupted=self.interrupted,
         )
 
     def _stack(self, last: Tensor, t: Tensor, first_t: Tensor, n_loops: int) -> Tensor:
@@ -255,5 +292,6 @@ class Finished:
         behind = torch.arange(start, start + stacked.shape[1], device=t.device) < first_t[:, None]
         stacked[behind] = torch.nan
         for index, at, prediction in self.predictions:
-            stacked[index, at - start - 1] = prediction
+            complete = at <= t[index]  # the loop that an interrupt broke off may have been noted
+            stacked[index[complete], at[complete] - start - 1] = prediction[complete]
         return stacked

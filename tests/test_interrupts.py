@@ -1,0 +1,293 @@
+"""Progress and Ctrl-C: what is finished is kept, and the rest goes on to the bits of a run that was never stopped."""
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from models import icl_model, random_weights
+
+import looped
+from looped.backends import cpu
+from looped.exits import Contraction, Readout
+from looped.loop import Status
+
+BACKENDS = ["eager", pytest.param("cpu", marks=pytest.mark.skipif(cpu._engine is None, reason="the C++ engine is not built"))]
+LENGTHS = [17, 3, 0, 9, 17, 1]
+
+MODES = {
+    "fixed": dict(),
+    "prefix": dict(exit=Contraction(tol=1e-12, scope="prefix")),
+    "anderson": dict(exit=Contraction(tol=1e-12, stall_window=10**6), accelerate="anderson"),
+    "damped readout": dict(exit=Readout(tol=1e-14, check_every=3, stall_window=4), on_stall="damp"),
+}
+
+
+def prompts(n=len(LENGTHS), T=17, seed=1, dtype=torch.float64):
+    return torch.randn(n, T, 3, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def same(a, b):
+    return torch.equal(torch.nan_to_num(a, nan=-7.0), torch.nan_to_num(b, nan=-7.0))
+
+
+def interrupt_after(n_calls):
+    """A progress function that is hit by Ctrl-C when it is called for the n-th time."""
+    calls = []
+
+    def progress(n_finished, n_prompts):
+        calls.append(n_finished)
+        if len(calls) == n_calls:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interrupted_run_goes_on_to_the_same_bits(mode, backend):
+    # The engine calls back every 20 ms, eager after every loop: many interrupts, wherever they happen to come.
+    n_copies, n_loops = (1, 60) if backend == "eager" else (100, 400)
+    model, x = icl_model(std=0.12), prompts(n_copies * len(LENGTHS))
+    options = dict(lengths=n_copies * LENGTHS, n_loops=n_loops, backend=backend, **MODES[mode])
+    whole = looped.solve(model, x, **options)
+    state, n_stops, t = None, 0, torch.zeros(len(x), dtype=torch.int64)
+    while True:
+        result = looped.solve(model, x, state=state, progress=interrupt_after(1 + n_stops % 3), on_interrupt="return", **options)
+        if not result.interrupted:
+            break
+        state, n_stops = result.state, n_stops + 1
+        assert (result.n_loops >= t).all()
+        t = result.n_loops
+    assert n_stops > 3
+    for name in ("y", "prediction", "n_loops", "residual"):
+        assert same(getattr(result, name), getattr(whole, name)), name
+    assert result.status.tolist() == whole.status.tolist()
+    assert result.finished.all()
+    for name, tensor in whole.state.memory.items():
+        if name not in ("prefix.keys", "prefix.values"):  # those of tokens that move are made again in every loop
+            assert same(result.state.memory[name], tensor), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_finished_is_told_apart(backend):
+    model, n = icl_model(std=0.1), 8
+    x = prompts(n) * torch.linspace(0.1, 3, n)[:, None, None]
+    # Eager: prompts leave one by one at their exits. C++: one thread takes them one after the other.
+    options = dict(backend=backend, return_predictions=True)
+    options |= dict(n_loops=200, exit=Contraction(tol=1e-3)) if backend == "eager" else dict(n_loops=5000)
+    whole = looped.solve(model, x, **options)
+
+    def stop(n_finished, n_prompts):
+        assert n_prompts == n
+        if n_finished >= 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(looped.Interrupted, match=r"\d of 8 prompts had finished") as stopped:
+        looped.solve(model, x, progress=stop, **options)
+    result = stopped.value.result
+    assert isinstance(stopped.value, KeyboardInterrupt)
+    assert result.interrupted
+    assert not whole.interrupted
+    n_finished = int(result.finished.sum())
+    assert 2 <= n_finished < n
+    assert whole.finished.all()
+    for i in range(n):
+        if result.finished[i]:
+            for name in ("y", "prediction", "predictions", "n_loops", "residual", "status"):
+                assert same(getattr(result, name)[i], getattr(whole, name)[i]), name
+            continue
+        used = int(result.n_loops[i])
+        assert result.status[i] == result[i].status == Status.INTERRUPTED
+        assert result.prediction[i].isnan().all()
+        assert same(result.predictions[i, :used], whole.predictions[i, :used])
+        assert result.predictions[i, used:].isnan().all()
+        if used:  # the state is that of its last complete loop
+            assert same(result.y[i], looped.solve(model, x[i : i + 1], n_loops=used, backend="cpu").y[0]) or backend == "eager"
+    if backend == "cpu":
+        assert result.n_loops.tolist().count(0) > 0  # the last ones have not begun
+    rest = looped.solve(model, x, state=result.state, **(options | dict(return_predictions=False)))
+    for name in ("y", "prediction", "n_loops", "status", "residual"):
+        assert same(getattr(rest, name), getattr(whole, name)), name
+
+
+def test_an_interrupt_inside_an_eager_loop_leaves_no_trace(monkeypatch):
+    model, x = icl_model(std=0.12), prompts()
+    options = dict(lengths=LENGTHS, n_loops=30, exit="contraction", accelerate="anderson", backend="eager")
+    whole = looped.solve(model, x, **options)
+    inject, calls = model.inject, []
+
+    def interrupted(Y, P):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return inject(Y, P)
+
+    monkeypatch.setattr(model, "inject", interrupted)
+    result = looped.solve(model, x, on_interrupt="return", **options)
+    assert result.interrupted
+    assert result.n_loops.max() == 4
+    rest = looped.solve(model, x, state=result.state, **options)
+    assert same(rest.y, whole.y)
+    assert rest.n_loops.tolist() == whole.n_loops.tolist()
+
+
+class Stopped:
+    """An engine that Ctrl-C hits while it embeds."""
+
+    def embed(self, *arguments, **options):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("state_init", ["zeros", "embedding", "given"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_before_the_first_loop(backend, state_init, monkeypatch):
+    model, x = icl_model(std=0.12, state_init=state_init), prompts()
+    given = torch.randn(len(x), 17, 16, dtype=torch.float64) if state_init == "given" else None
+    options = dict(lengths=LENGTHS, n_loops=9, backend=backend)
+    whole = looped.solve(model, x, state=given, **options)
+    half = looped.solve(model, x, state=given, **(options | dict(n_loops=4)))
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "embed", Stopped().embed)
+        patch.setattr(cpu, "packed", lambda config, weights: (Stopped(), half.state.weights_sum))
+        first = looped.solve(model, x, state=given, on_interrupt="return", return_predictions=True, **options)
+        again = looped.solve(model, x, state=half.state, on_interrupt="return", **options)
+    assert first.interrupted
+    assert not first.finished.any()
+    assert first.n_loops.tolist() == [0] * len(x)
+    assert first.prediction.shape == whole.prediction.shape
+    assert first.predictions.shape == (len(x), 9, 9)
+    assert again.n_loops.tolist() == half.n_loops.tolist()
+    for result in (first, again):
+        assert same(looped.solve(model, x, state=result.state, **options).y, whole.y)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_progress_is_told_and_what_it_raises_comes_through(backend):
+    model, x, seen = icl_model(std=0.1), prompts(), []
+    want = looped.solve(model, x, n_loops=9, backend=backend)
+    looped.solve(model, x, n_loops=9, backend=backend, progress=lambda *numbers: seen.append(numbers))
+    assert seen == sorted(seen)
+    assert seen[-1] == (len(x), len(x))
+
+    def stop(n_finished, n_prompts):
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        looped.solve(model, x, n_loops=10**7, backend=backend, progress=stop)
+    assert same(looped.solve(model, x, n_loops=9, backend=backend).y, want.y)
+    for call in (looped.solve, looped.solve_iter):
+        with pytest.raises(TypeError, match="progress must be True, a function"):
+            call(model, x, progress="bar")
+    with pytest.raises(ValueError, match="on_interrupt='stop' is not one of raise, return"):
+        looped.solve(model, x, on_interrupt="stop")
+
+
+def test_the_bar_is_for_long_calls(capsys, monkeypatch):
+    model, x = icl_model(std=0.1), prompts()
+    looped.solve(model, x, progress=True)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(looped.progress, "BAR_AFTER", 0)
+    looped.solve(model, x, progress=True)
+    assert "6/6" in capsys.readouterr().err
+    list(looped.solve_iter(model, iter(x), batch_size=4, progress=True))
+    assert "6prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_solve_iter_counts_all_prompts_and_keeps_what_it_gave(backend):
+    model, x, seen = icl_model(std=0.1), list(prompts()), []
+    list(looped.solve_iter(model, x, batch_size=4, backend=backend, progress=lambda *numbers: seen.append(numbers)))
+    assert seen == sorted(seen)
+    assert (4, 6) in seen
+    assert seen[-1] == (6, 6)
+    seen.clear()
+    list(looped.solve_iter(model, iter(x), batch_size=4, backend=backend, progress=lambda *numbers: seen.append(numbers)))
+    assert seen[-1] == (6, None)
+
+    def stop(n_finished, n_prompts):
+        if n_finished > 4:
+            raise KeyboardInterrupt
+
+    given = []
+    with pytest.raises(looped.Interrupted, match="of the batch that begins with prompt 4") as stopped:
+        for result in looped.solve_iter(model, x, batch_size=4, backend=backend, progress=stop):
+            given.append(result)
+    assert len(given) == stopped.value.n_before == 4
+    assert len(stopped.value.result) == 2
+
+
+# The C++ engine and real signals ----------------------------------------------------------------------------------------
+
+needs_engine = pytest.mark.skipif(cpu._engine is None, reason="the C++ engine is not built")
+
+
+@needs_engine
+@pytest.mark.parametrize("mask_kind", ["causal", "full"])
+def test_ctrl_c_stops_a_long_loop_within_a_tenth_of_a_second(mask_kind):
+    config = looped.LoopedConfig(
+        input_kind="states", readout="none", d_model=64, n_heads=4, pos_kind="none", mask_kind=mask_kind, n_loops=50
+    )
+    model = random_weights(looped.LoopedTransformer(config), std=0.05, dtype=torch.float32)
+    x = torch.randn(1, 20000, 64)  # one loop of it takes over a second
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    waits = []
+    try:
+        for _ in range(3):
+            sent = []
+
+            def press(sent=sent):
+                sent.append(time.perf_counter())
+                _thread.interrupt_main()
+
+            timer = threading.Timer(0.6, press)
+            timer.start()
+            result = looped.solve(model, x, backend="cpu", on_interrupt="return")
+            waits.append(time.perf_counter() - sent[0])
+            timer.join()
+            assert result.interrupted
+            assert result.n_loops.tolist() == [0]
+            assert not result.y.any()  # Y_0, untouched by the loop that was broken off
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert min(waits) < 0.1, waits
+
+
+@needs_engine
+def test_other_threads_run_meanwhile():
+    model, x, ticks, running = icl_model(std=0.1), prompts(), [0], [True]
+
+    def count():
+        while running[0]:
+            ticks[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    start = time.perf_counter()
+    looped.solve(model, x, n_loops=20000, backend="cpu")
+    seconds, running[0] = time.perf_counter() - start, False
+    thread.join()
+    assert ticks[0] > 20 * seconds
+
+
+@needs_engine
+def test_a_signal_from_outside_raises_with_the_result():
+    code = f"""
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored for background jobs
+sys.path[:0] = {sys.path!r}
+from test_interrupts import *
+threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    looped.solve(icl_model(std=0.1), prompts(), n_loops=10**9, backend="cpu")
+except looped.Interrupted as stop:
+    sys.exit(7 if (stop.result.n_loops > 0).any() and not stop.result.finished.any() else 1)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, env=environment).returncode == 7
