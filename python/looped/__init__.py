@@ -1,6 +1,6 @@
 """Looped transformers: one block of weights applied to a prompt until its state stops changing."""
 
-from looped import exits
+from looped import exits, op
 from looped.accelerate import Anderson
 from looped.checkpoint import load_checkpoint, load_model, save_model
 from looped.config import LoopedConfig, gpt2_config, icl_config
@@ -26,6 +26,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "load_pretrained",
+    "op",
     "save_model",
     "solve",
     "solve_iter",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class LoopedConfig:
             object.__setattr__(self, "d_ff", 4 * self.d_model)
         self._check_sizes()
         self._check_combinations()
+        object.__setattr__(self, "_json", json.dumps(self.to_dict()))  # made here: torch.compile cannot look into json
 
     def _check_sizes(self) -> None:
         at_least = dict.fromkeys(("d_model", "n_heads", "head_dim", "d_ff", "n_core", "read_stride"), 1)
@@ -200,6 +202,12 @@ class LoopedConfig:
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
         return dataclasses.asdict(self)
+
+    @property
+    def json(self) -> str:
+        """All fields as JSON text."""
+        text: str = vars(self)["_json"]
+        return text
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoopedConfig:

@@ -18,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from looped.config import LoopedConfig
+from looped.weights import weights_of
+
+# Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
+FUSED: dict[str, tuple[torch.dtype, ...]] = {}
 
 ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
 
@@ -100,6 +104,7 @@ class LoopedTransformer(nn.Module):
         if config.readout != "none" and not config.tie_readout:
             self.read_out = nn.Linear(config.d_model, config.readout_width, bias=config.readout != "vocabulary")
         self.reset_parameters()
+        self._own_names = tuple(weights_of(self))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -230,8 +235,14 @@ class LoopedTransformer(nn.Module):
         state: Tensor | None = None,
         return_predictions: bool = False,
         n_loop_start: int = 0,
+        backend: str = "auto",
     ) -> Tensor:
         """Run all loops and read the predictions.
+
+        Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of the
+        device: the bits of `looped.solve`, compiled or not. Else they are the plain PyTorch of this file; so they are under
+        autocast, where a module has hooks or was replaced, for a subclass, and in an exported graph, which should run where
+        looped is not.
 
         Parameters
             prompts: as in `embed`. lengths: int64 [B], tokens per prompt; None means that all T are.
@@ -241,12 +252,21 @@ class LoopedTransformer(nn.Module):
                 entries. States are not kept.
             n_loop_start: loops that run first, without gradient and without a prediction (truncated loss, Yang et al.
                 eq. 1).
+            backend: ``"auto"`` as above, ``"eager"`` for plain PyTorch, or ``"fused"`` for the operator.
 
-        Returns what `read` returns. Raises ValueError for a negative n_loops, or n_loop_start outside 0 .. n_loops - 1.
+        Returns what `read` returns. Raises ValueError for a negative n_loops, n_loop_start outside 0 .. n_loops - 1, or
+        backend="fused" where the operator cannot run.
         """
+        if backend not in ("auto", "eager", "fused"):
+            raise ValueError(f"LoopedTransformer: backend={backend!r} is not one of auto, eager, fused")
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
         if n_loop_start and not 0 <= n_loop_start < total:
             raise ValueError(f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}")
+        obstacle = "asked for" if backend == "eager" else self._why_not_fused(prompts, backend)
+        if obstacle is None:
+            return self._fused(prompts, total, lengths, state, return_predictions, n_loop_start)
+        if backend == "fused":
+            raise ValueError(f'LoopedTransformer: backend="fused" cannot run this: {obstacle}')
         predictions: list[Tensor] = []
         if total == 0:
             P = self.embed(prompts, lengths)
@@ -256,6 +276,41 @@ class LoopedTransformer(nn.Module):
             if return_predictions:
                 predictions.append(self.read(Y, lengths))
         return torch.stack(predictions, dim=1) if return_predictions else self.read(Y, lengths)
+
+    def _fused(
+        self,
+        prompts: Tensor,
+        n_loops: int,
+        lengths: Tensor | None,
+        state: Tensor | None,
+        return_predictions: bool,
+        n_loop_start: int,
+    ) -> Tensor:
+        self._check_prompts(prompts)
+        spec = f'{{"n_loops": {n_loops}, "return_predictions": {"true" if return_predictions else "false"}, '
+        spec += f'"config": {self.config.json}}}'
+        predictions: Tensor = torch.ops.looped.loop(prompts, lengths, list(weights_of(self).values()), state, spec)[4]
+        return predictions[:, n_loop_start:] if return_predictions and n_loop_start else predictions
+
+    def _why_not_fused(self, prompts: Tensor, backend: str) -> str | None:
+        """What keeps a forward pass from being the operator: PyTorch's own conditions for an inference fast path."""
+        if torch.is_grad_enabled():
+            return "gradients are recorded; use torch.no_grad()"
+        weights = weights_of(self)
+        weight = next(iter(weights.values()))
+        if weight.dtype not in FUSED.get(weight.device.type, ()):
+            return f"there are no fused kernels for {weight.dtype} on {weight.device.type}"
+        if prompts.device != weight.device or (self.config.input_kind != "tokens" and prompts.dtype != weight.dtype):
+            return f"the prompts are {prompts.dtype} on {prompts.device}, the weights {weight.dtype} on {weight.device}"
+        if torch.is_autocast_enabled(weight.device.type):
+            return "autocast is on"
+        if backend == "auto" and (torch.jit.is_tracing() or _is_exporting()):
+            return "an exported graph should run where looped is not"
+        if type(self) is not LoopedTransformer or tuple(weights) != self._own_names:
+            return "the model is not the one that its config describes"
+        if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules()):
+            return "a module has hooks"
+        return None
 
     # Masks, positions, checks -------------------------------------------------------------------------------------
 
@@ -287,6 +342,9 @@ class LoopedTransformer(nn.Module):
                 f"LoopedTransformer: a prompt has {shape[1]} tokens but the model has {config.n_positions} positions; "
                 "shorten it or use a model with more positions"
             )
+
+
+_is_exporting = getattr(torch.compiler, "is_exporting", torch.jit.is_tracing)  # since torch 2.7
 
 
 def loop_count(n_loops: int) -> int:

@@ -38,9 +38,18 @@ _lock = threading.Lock()
 
 def why_not(model: LoopedTransformer, spec: LoopSpec | None = None) -> str | None:
     """Why this backend cannot run the model this way, and None where it can."""
+    return cannot_run(next(model.parameters()), spec)
+
+
+def is_there() -> bool:
+    """Whether this installation has the engine."""
+    return _engine is not None
+
+
+def cannot_run(parameter: Tensor, spec: LoopSpec | None = None) -> str | None:
+    """`why_not` of a model with weights like this one."""
     if _engine is None:
         return _missing
-    parameter = next(model.parameters())
     if parameter.device.type != "cpu":
         return f"the C++ engine runs on the CPU and the model is on {parameter.device}"
     if parameter.dtype not in DTYPES:

@@ -1,0 +1,146 @@
+"""`looped::loop`, the loop as one operator of PyTorch: what `torch.compile` and `torch.export` see of a looped transformer.
+
+    looped::loop(Tensor x, Tensor? lengths, Tensor[] weights, Tensor? state, str spec)
+        -> (Tensor y, Tensor n_loops, Tensor status, Tensor residual, Tensor predictions)
+
+x: padded prompts, as `LoopedTransformer.embed` takes them. lengths: int64 [B], or None where all T tokens are a prompt's own.
+weights: `list(weights_of(model).values())`. state: Y_0 [B, T, C] of a model whose `state_init` is "given". spec: the model's
+configuration and how to loop, as the JSON text that `encode` makes: a graph that holds the operator needs nothing beside it.
+
+y [B, T, C] is the final state F; n_loops int64 [B], status int64 [B] (`looped.Status`) and residual float64 [B] are those of
+`looped.LoopResult`; predictions is the read-out of y, or with "return_predictions" that after every loop, in a dimension 1 of
+n_loops entries. The bits are those of `looped.solve`, but that under the rule `fixed` prompts whose state leaves the finite
+numbers run all loops, as plain PyTorch runs them. Inference only: there is no gradient.
+
+A device joins with `loop.register_kernel("cuda")` and an entry in `looped.model.FUSED`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import torch
+from torch import Tensor
+
+from looped.accelerate import Anderson
+from looped.backends import cpu, eager
+from looped.config import LoopedConfig
+from looped.exits import RULES, ExitRule, make_exit
+from looped.loop import LoopSpec, Status
+from looped.model import FUSED, LoopedTransformer
+from looped.weights import weights_of
+
+SCHEMA = (
+    "(Tensor x, Tensor? lengths, Tensor[] weights, Tensor? state, str spec)"
+    " -> (Tensor y, Tensor n_loops, Tensor status, Tensor residual, Tensor predictions)"
+)
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def encode(
+    config: LoopedConfig,
+    *,
+    n_loops: int,
+    exit: ExitRule | str | None = None,
+    on_stall: str = "ignore",
+    accelerate: Anderson | None = None,
+    return_predictions: bool = False,
+) -> str:
+    """The operator's `spec`. Raises ValueError for a rule of your own, which no text can hold."""
+    rule = make_exit(exit)
+    if type(rule) not in RULES.values():
+        raise ValueError(f"encode: {type(rule).__name__} is a rule of your own; a graph holds those of looped.exits alone")
+    spec = LoopSpec(n_loops, rule, on_stall, accelerate, return_predictions)
+    values = {
+        "n_loops": spec.n_loops,
+        "return_predictions": return_predictions,
+        "exit": {"rule": type(rule).__name__.lower()} | dataclasses.asdict(rule),
+        "on_stall": on_stall,
+        "anderson": accelerate.depth if accelerate else 0,
+        "config": config.to_dict(),
+    }
+    return json.dumps(values)
+
+
+@functools.lru_cache(maxsize=64)
+def decode(spec: str) -> tuple[LoopedTransformer, LoopSpec]:
+    """The inverse of `encode`, with the configuration as a model without weights. What the text leaves out has its default."""
+    values = json.loads(spec)
+    rule = dict(values.get("exit", {"rule": "fixed"}))
+    depth = values.get("anderson", 0)
+    how = LoopSpec(
+        values["n_loops"],
+        make_exit(rule.pop("rule"), **rule),
+        values.get("on_stall", "ignore"),
+        Anderson(depth) if depth else None,
+        values.get("return_predictions", False),
+    )
+    return empty_model(json.dumps(values["config"])), how
+
+
+@functools.lru_cache(maxsize=16)
+def empty_model(config: str) -> LoopedTransformer:
+    with torch.device("meta"):
+        return LoopedTransformer(LoopedConfig.from_dict(json.loads(config)))
+
+
+def with_weights(model: LoopedTransformer, weights: list[Tensor]) -> LoopedTransformer:
+    """A model of the same configuration that holds these very tensors."""
+    with torch.device("meta"):
+        full = LoopedTransformer(model.config)
+    full.load_state_dict(dict(zip(weights_of(model), weights, strict=True)), assign=True)
+    return full
+
+
+@torch.no_grad()
+def run_on(
+    model: LoopedTransformer, x: Tensor, lengths: Tensor | None, how: LoopSpec, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """All loops in plain PyTorch, whatever the numbers: the last state, and what is read."""
+    states = list(model.iterate(x, how.n_loops, lengths=lengths, state=state))
+    read = [model.read(Y, lengths) for Y in (states if how.return_predictions else states[-1:])]
+    return states[-1], torch.stack(read, dim=1) if how.return_predictions else read[0]
+
+
+@torch.library.custom_op("looped::loop", mutates_args=(), device_types="cpu", schema=SCHEMA)
+def loop(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str) -> Outputs:
+    """The C++ engine where it is there and serves the dtype, else the eager backend."""
+    model, how = decode(spec)
+    names = weights_of(model)
+    if len(weights) != len(names):
+        raise ValueError(f"looped::loop: spec describes a model of {len(names)} weights, got {len(weights)}")
+    x = x.long() if model.config.input_kind == "tokens" else x
+    lengths = None if lengths is None else lengths.long()
+    if cpu.cannot_run(weights[0], how) or not x.shape[1]:
+        result = eager.run(with_weights(model, weights), x, lengths, how, state)
+    else:
+        result = cpu.run(model, x, lengths, how, state, weights=dict(zip(names, weights, strict=True)))
+    if result.interrupted:
+        raise KeyboardInterrupt
+    y, read = result.y, result.predictions if how.return_predictions else result.prediction
+    assert isinstance(y, Tensor)
+    assert isinstance(read, Tensor)
+    wild = result.status == Status.NONFINITE
+    if how.rule.is_fixed and bool(wild.any()):
+        full, own = with_weights(model, weights), None if lengths is None else lengths[wild]
+        y[wild], read[wild] = run_on(full, x[wild], own, how, None if state is None else state[wild])
+    return y, result.n_loops, result.status, result.residual, read.clone() if read is y else read
+
+
+@loop.register_fake
+def _(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str) -> Outputs:
+    model, how = decode(spec)
+    n_prompts, n_tokens = x.shape[:2]
+    y = weights[0].new_empty(n_prompts, n_tokens, model.config.d_model)
+    counts = torch.empty(n_prompts, dtype=torch.int64, device=x.device)
+    shape = model.config.prediction_shape(n_prompts, n_tokens)
+    if how.return_predictions:
+        shape = (shape[0], how.n_loops, *shape[1:])
+    residual = torch.empty(n_prompts, dtype=torch.float64, device=x.device)
+    return y, counts, torch.empty_like(counts), residual, y.new_empty(shape)
+
+
+FUSED["cpu"] = tuple(cpu.DTYPES) if cpu.is_there() else ()

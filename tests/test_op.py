@@ -1,0 +1,222 @@
+"""looped::loop, the operator: PyTorch's own checks, compiled and exported graphs, and when a forward pass is the operator."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import icl_model, random_weights
+
+import looped
+from looped import op
+from looped.backends import cpu
+from looped.exits import Contraction, Fixed, Readout
+from looped.loop import Status
+from looped.weights import weights_of
+
+pytestmark = pytest.mark.skipif(not cpu.is_there(), reason="the C++ engine is not built")
+
+
+def prompts(n=3, T=9, d=3, dtype=torch.float32):
+    return torch.randn(n, T, d, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def weights(model):
+    return [weight.detach() for weight in weights_of(model).values()]
+
+
+def call(model, x, lengths=None, state=None, **how):
+    return torch.ops.looped.loop(x, lengths, list(weights_of(model).values()), state, op.encode(model.config, **how))
+
+
+LENGTHS = torch.tensor([9, 4, 0])
+
+SPECS = {
+    "plain": dict(n_loops=4),
+    "no loops": dict(n_loops=0),
+    "predictions": dict(n_loops=3, return_predictions=True),
+    "exit": dict(n_loops=30, exit=Contraction(tol=1e-3, check_every=2), on_stall="damp"),
+    "prefix": dict(n_loops=30, exit=Contraction(tol=1e-2, scope="prefix")),
+    "anderson": dict(n_loops=30, exit=Readout(tol=float("inf")), accelerate=looped.Anderson(2)),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "no loops"])  # its residual is NaN, which opcheck compares
+def test_opcheck(name):
+    model = icl_model(std=0.1, dtype=torch.float32)
+    for lengths in (None, LENGTHS):
+        arguments = (prompts(), lengths, weights(model), None, op.encode(model.config, **SPECS[name]))
+        torch.library.opcheck(torch.ops.looped.loop.default, arguments)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(readout="classes", n_classes=5, read_stride=3),
+        dict(readout="none", read_stride=1),
+        dict(readout="none", read_stride=1, loop_norm="once", n_coda=1),
+        dict(state_init="given"),
+        dict(input_kind="tokens", vocab_size=11, n_dims=None, readout="vocabulary", tie_readout=True),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_every_kind_of_model(changes, dtype):
+    model = icl_model(std=0.1, dtype=dtype, **changes)
+    x = torch.randint(0, 11, (3, 9)) if model.config.input_kind == "tokens" else prompts(dtype=dtype)
+    state = prompts(d=16, dtype=dtype) if model.config.state_init == "given" else None
+    for how in (dict(n_loops=3), dict(n_loops=3, return_predictions=True)):
+        arguments = (x, LENGTHS, weights(model), state, op.encode(model.config, **how))
+        torch.library.opcheck(torch.ops.looped.loop.default, arguments)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_operator_gives_what_solve_gives(name, dtype):
+    model, x, how = icl_model(std=0.1, dtype=dtype), prompts(dtype=dtype), SPECS[name]
+    want = looped.solve(model, x, lengths=LENGTHS, backend="cpu" if dtype == torch.float32 else "eager", **how)
+    y, n_loops, status, residual, predictions = call(model, x, LENGTHS, **how)
+    assert torch.equal(y, want.y)
+    assert torch.equal(predictions, want.predictions if how.get("return_predictions") else want.prediction)
+    assert torch.equal(n_loops, want.n_loops)
+    assert torch.equal(status, want.status)
+    torch.testing.assert_close(residual, want.residual, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_spec_is_text_that_holds_everything():
+    class Mine(Fixed):
+        pass
+
+    model = icl_model(std=0.1)
+    how = dict(n_loops=30, exit=Readout(tol=float("inf"), patience=2), on_stall="damp", accelerate=looped.Anderson(2))
+    empty, spec = op.decode(op.encode(model.config, **how))
+    assert empty.config == model.config
+    assert spec == looped.loop.LoopSpec(30, how["exit"], "damp", looped.Anderson(2), False)
+    with pytest.raises(ValueError, match="Mine is a rule of your own; a graph holds those of"):
+        op.encode(model.config, n_loops=3, exit=Mine())
+    with pytest.raises(ValueError, match="spec describes a model of 19 weights, got 1"):
+        torch.ops.looped.loop(prompts(), None, [torch.zeros(3)], None, op.encode(model.config, n_loops=1))
+
+
+def test_there_is_no_gradient():
+    model = icl_model(std=0.1, dtype=torch.float32)
+    y = call(model, prompts(), n_loops=2)[0]
+    with pytest.raises(RuntimeError, match="autograd"):
+        y.sum().backward()
+
+
+# A forward pass ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_compiled_forward_gives_the_bits_of_uncompiled_and_of_solve():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for n in (1, 3, 5):  # the third size is compiled for all
+        batch, lengths = prompts(n), torch.tensor([9, 4, 0, 7, 9])[:n]
+        for how in (dict(), dict(n_loops=7, return_predictions=True, n_loop_start=2)):
+            got, want = compiled(batch, lengths=lengths, **how), model(batch, lengths=lengths, **how)
+            assert torch.equal(got, want)
+            assert got.shape == model(batch, lengths=lengths, backend="eager", **how).shape
+    assert torch.equal(compiled(x, lengths=LENGTHS), looped.solve(model, x, lengths=LENGTHS, backend="cpu").prediction)
+    model.core[0].mlp.fc.weight.mul_(2)
+    assert torch.equal(compiled(x), model(x))
+    assert not torch.equal(compiled(x, backend="eager"), model(x, backend="fused"))  # plain PyTorch, compiled by itself
+    torch.testing.assert_close(compiled(x, backend="eager"), model(x))
+
+
+def test_with_gradients_a_forward_pass_is_plain_pytorch():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    plain = model(x, lengths=LENGTHS)
+    assert plain.requires_grad
+    assert torch.equal(plain, model(x, lengths=LENGTHS, backend="eager"))
+    with pytest.raises(ValueError, match='backend="fused" cannot run this: gradients are recorded'):
+        model(x, backend="fused")
+    with torch.no_grad():
+        fused = model(x, lengths=LENGTHS)
+        assert torch.equal(fused, looped.solve(model, x, lengths=LENGTHS, backend="cpu").prediction)
+        assert torch.equal(plain.detach(), model(x, lengths=LENGTHS, backend="eager"))
+    assert not torch.equal(fused, plain)  # rounding tells which one ran
+    torch.testing.assert_close(fused, plain.detach())
+    with pytest.raises(ValueError, match="backend='cpu' is not one of auto, eager, fused"):
+        model(x, backend="cpu")
+
+
+@torch.no_grad()
+def test_what_makes_a_forward_pass_plain():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    plain = model(x, backend="eager")
+    assert not torch.equal(model(x), plain)
+    seen = []
+    handle = model.core[0].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(model(x), plain)
+    assert len(seen) == model.config.n_loops
+    with pytest.raises(ValueError, match="a module has hooks"):
+        model(x, backend="fused")
+    handle.remove()
+    assert not torch.equal(model(x), plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    model.core[0].mlp.fc = torch.nn.Sequential(model.core[0].mlp.fc)
+    assert torch.equal(model(x), plain)
+
+    class Changed(looped.LoopedTransformer):
+        def inject(self, Y, P):
+            return Y - P
+
+    changed = random_weights(Changed(icl_model().config), std=0.1, dtype=torch.float32)
+    assert torch.equal(changed(x), changed(x, backend="eager"))
+    half = icl_model(std=0.1, dtype=torch.bfloat16)
+    assert torch.equal(half(x.bfloat16()), half(x.bfloat16(), backend="eager"))
+    with pytest.raises(RuntimeError, match="dtype"):
+        icl_model(std=0.1)(x)
+
+
+@torch.no_grad()
+def test_a_prompt_with_a_nan_is_what_plain_pytorch_makes_of_it():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    x[1, 6] = torch.nan
+    for how in (dict(), dict(return_predictions=True)):
+        got, want = model(x, **how), model(x, backend="eager", **how)
+        torch.testing.assert_close(got, want, equal_nan=True)
+        assert got[1, ..., 3:].isnan().all()
+    assert call(model, x, n_loops=6)[2].tolist() == [Status.MAX_LOOPS, Status.NONFINITE, Status.MAX_LOOPS]
+
+
+@torch.no_grad()
+def test_wrong_prompts_are_named():
+    model = icl_model(std=0.1, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"features must be \[B, T, 3\]"):
+        model(prompts(d=4))
+    with pytest.raises(ValueError, match="positions"):
+        model(prompts(T=18))
+    with pytest.raises(ValueError, match="prompt 1 has length 10"):
+        model(prompts(), lengths=torch.tensor([9, 10, 1]))
+
+
+class Deployed(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, lengths):
+        return self.model(x, lengths=lengths, backend="fused")
+
+
+@torch.no_grad()
+def test_an_exported_graph_runs_in_another_process(tmp_path):
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    plain = torch.export.export(model, (x,), dict(lengths=LENGTHS))
+    assert "looped" not in str(plain.graph)
+    program = torch.export.export(Deployed(model), (x, LENGTHS))
+    assert "looped.loop" in str(program.graph)
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((x, LENGTHS, model(x, lengths=LENGTHS)), tmp_path / "want.pt")
+    code = f"""
+import torch, looped
+x, lengths, want = torch.load({str(tmp_path / "want.pt")!r})
+program = torch.export.load({str(tmp_path / "model.pt2")!r}).module()
+assert torch.equal(program(x, lengths), want)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

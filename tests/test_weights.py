@@ -1,0 +1,175 @@
+"""A changed weight is noticed, whatever way it was changed: by the packed copies, and by a state that is resumed."""
+
+import pytest
+import torch
+from models import icl_model
+
+import looped
+from looped.backends import cpu
+from looped.weights import checksum, weights_of
+
+needs_engine = pytest.mark.skipif(not cpu.is_there(), reason="the C++ engine is not built")
+
+
+def prompts():
+    return torch.randn(3, 9, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def optimizer_step(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(prompts()).sum().backward()
+    optimizer.step()
+
+
+def new_parameter(model):
+    model.core[0].mlp.fc.weight = torch.nn.Parameter(model.core[0].mlp.fc.weight.detach() * 2)
+
+
+def swapped(tensor):
+    return tensor.flip(0)
+
+
+def through_numpy(model):
+    model.core[0].mlp.fc.weight.detach().numpy()[3, 4] += 1  # no version counts this
+
+
+@torch.no_grad()
+def in_place(model):
+    model.core[0].mlp.fc.weight.mul_(2)
+
+
+def by_data(model):
+    model.core[0].mlp.fc.weight.data.mul_(2)
+
+
+def other_data(model):
+    model.core[0].mlp.fc.weight.data = model.core[0].mlp.fc.weight.data * 2
+
+
+def rows_change_places(model):
+    weight = model.core[0].mlp.fc.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def columns_change_places(model):
+    weight = model.core[0].mlp.fc.weight.data
+    weight.copy_(weight.flip(1))
+
+
+@torch.inference_mode()
+def in_inference_mode(model):
+    model.core[0].mlp.fc.weight.mul_(2)
+
+
+CHANGES = {
+    "in place": in_place,
+    ".data": by_data,
+    "new .data": other_data,
+    "rows": rows_change_places,
+    "columns": columns_change_places,
+    "NumPy": through_numpy,
+    "inference mode": in_inference_mode,
+    "load_state_dict": lambda model: model.load_state_dict(icl_model(std=0.1, seed=5).state_dict()),
+    "assigned": lambda model: model.load_state_dict(icl_model(std=0.1, seed=5).state_dict(), assign=True),
+    "optimizer": optimizer_step,
+    "parameter": new_parameter,
+    "first parameter": lambda model: setattr(model.read_in, "weight", torch.nn.Parameter(model.read_in.weight.detach() * 2)),
+    "tied": lambda model: setattr(model.core[0], "norm_2", model.core[0].norm_1),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_engine_sees_every_change(name):
+    model, x = icl_model(std=0.1), prompts()
+    before = looped.solve(model, x, backend="cpu").y
+    assert torch.equal(looped.solve(model, x, backend="cpu").y, before)
+    CHANGES[name](model)
+    after = looped.solve(model, x, backend="cpu").y
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, looped.solve(model, x, backend="eager").y)
+
+
+@needs_engine
+def test_one_weight_in_two_places_is_one_change_in_both():
+    model, x = icl_model(std=0.1, n_core=2), prompts()
+    model.core[1] = model.core[0]
+    for _ in range(2):
+        torch.testing.assert_close(looped.solve(model, x, backend="cpu").y, looped.solve(model, x, backend="eager").y)
+        in_place(model)
+
+
+@needs_engine
+def test_the_dtype_may_change():
+    model, x = icl_model(std=0.1), prompts()
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        assert looped.solve(model.to(dtype), x, backend="cpu").y.dtype == dtype
+
+
+@needs_engine
+def test_weights_are_packed_once_and_go_with_their_model(monkeypatch):
+    made = []
+    engine = cpu._engine.Engine
+
+    class Counted:
+        def __new__(cls, *arguments):
+            made.append(1)
+            return engine(*arguments)
+
+    monkeypatch.setattr(cpu._engine, "Engine", Counted)
+    n_before = len(cpu._packed)
+    model, other, x = icl_model(std=0.1), icl_model(std=0.2), prompts()
+    for _ in range(3):
+        looped.solve(model, x, backend="cpu")
+        looped.solve(other, x, backend="cpu")
+    with torch.no_grad():
+        model(x)
+    assert len(made) == 2
+    del model, other
+    assert len(cpu._packed) <= n_before
+
+
+@needs_engine
+@torch.no_grad()
+def test_a_compiled_model_uses_the_same_packed_weights(monkeypatch):
+    torch._dynamo.reset()
+    model, x = icl_model(std=0.1), prompts()
+    want, compiled = model(x), torch.compile(model, fullgraph=True)
+    monkeypatch.setattr(cpu._engine, "Engine", None)
+    assert torch.equal(compiled(x), want)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=needs_engine)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_state_does_not_go_on_under_other_weights(backend, name):
+    model, x = icl_model(std=0.1), prompts()
+    state = looped.solve(model, x, n_loops=3, backend=backend).state
+    looped.solve(model, x, n_loops=6, state=state.select([0, 1, 2]), backend="eager")
+    CHANGES[name](model)
+    with pytest.raises(ValueError, match="state was made with other weights than the model has now; start without state"):
+        looped.solve(model, x, n_loops=6, state=state, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (64, 64), (300, 33), (2049, 17), (0, 4)])
+def test_every_number_and_its_place_counts(shape, dtype):
+    weight = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)[1]
+    weight = weight if weight.dim() > 1 else weight[None]
+    mark = checksum([weight])
+    assert checksum([weight.clone()]) == checksum([weight.mT.contiguous().mT]) == mark
+    assert checksum([weight.flatten()]) != mark
+    n = weight.numel()
+    for i in {0, n // 3, n - 1} if n else ():
+        changed = weight.clone()
+        changed.view(-1)[i] = -changed.view(-1)[i]
+        assert checksum([changed]) != mark
+        moved = weight.clone().view(-1)
+        j = (i + n // 2 + 1) % n
+        moved[i], moved[j] = weight.reshape(-1)[j], weight.reshape(-1)[i]
+        assert checksum([moved.view(weight.shape)]) != mark
+
+
+def test_both_names_of_a_shared_weight_are_there():
+    model = icl_model(n_core=2)
+    model.core[1] = model.core[0]
+    assert list(weights_of(model)) == list(model.state_dict())
