@@ -136,4 +136,6 @@ def test_interrupted_eval_says_so(model_folder):
     out, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    assert errors.splitlines()[-1].startswith("looped: interrupted after ")
+    assert errors.splitlines()[-1].endswith(" of 1000000 prompts; nothing was written")
     assert out == ""

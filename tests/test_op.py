@@ -142,6 +142,11 @@ def test_with_gradients_a_forward_pass_is_plain_pytorch():
         model(x, backend="cpu")
 
 
+class Changed(looped.LoopedTransformer):
+    def inject(self, Y, P):
+        return Y - P
+
+
 @torch.no_grad()
 def test_what_makes_a_forward_pass_plain():
     model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
@@ -159,17 +164,38 @@ def test_what_makes_a_forward_pass_plain():
         assert model(x).dtype == torch.bfloat16
     model.core[0].mlp.fc = torch.nn.Sequential(model.core[0].mlp.fc)
     assert torch.equal(model(x), plain)
-
-    class Changed(looped.LoopedTransformer):
-        def inject(self, Y, P):
-            return Y - P
-
     changed = random_weights(Changed(icl_model().config), std=0.1, dtype=torch.float32)
     assert torch.equal(changed(x), changed(x, backend="eager"))
     half = icl_model(std=0.1, dtype=torch.bfloat16)
     assert torch.equal(half(x.bfloat16()), half(x.bfloat16(), backend="eager"))
     with pytest.raises(RuntimeError, match="dtype"):
         icl_model(std=0.1)(x)
+
+
+@torch.no_grad()
+def test_solve_does_not_take_a_changed_model_for_its_config():
+    x = prompts()
+    model = icl_model(std=0.1, dtype=torch.float32)
+    model.core[0].mlp.register_forward_hook(lambda *_: None)
+    for changed, reason in ((model, "a module has hooks"), (Changed(model.config), "Changed is a class of your own")):
+        result = looped.solve(changed, x)
+        assert (result.backend, result.reason) == ("eager", reason)
+        with pytest.raises(ValueError, match=reason):
+            looped.solve(changed, x, backend="cpu")
+
+
+@torch.no_grad()
+def test_vmap_and_inference_mode():
+    model, x = icl_model(std=0.1, dtype=torch.float32), torch.stack([prompts(), -prompts()])
+    want = torch.stack([model(x[0]), model(x[1])])
+    assert torch.equal(torch.vmap(model)(x), want)
+    assert torch.equal(torch.vmap(model, in_dims=1)(x.transpose(0, 1)), want)
+    twice = {name: torch.stack([weight, 2 * weight]) for name, weight in model.named_parameters()}
+    both = torch.vmap(lambda weights: torch.func.functional_call(model, weights, (x[0],)))(twice)
+    assert torch.equal(both[0], want[0])
+    assert not torch.equal(both[1], want[0])
+    with torch.inference_mode():
+        assert torch.equal(model(x[0]), want[0])
 
 
 @torch.no_grad()

@@ -296,8 +296,7 @@ class LoopedTransformer(nn.Module):
         """What keeps a forward pass from being the operator: PyTorch's own conditions for an inference fast path."""
         if torch.is_grad_enabled():
             return "gradients are recorded; use torch.no_grad()"
-        weights = weights_of(self)
-        weight = next(iter(weights.values()))
+        weight = next(iter(weights_of(self).values()))
         if weight.dtype not in FUSED.get(weight.device.type, ()):
             return f"there are no fused kernels for {weight.dtype} on {weight.device.type}"
         if prompts.device != weight.device or (self.config.input_kind != "tokens" and prompts.dtype != weight.dtype):
@@ -306,8 +305,14 @@ class LoopedTransformer(nn.Module):
             return "autocast is on"
         if backend == "auto" and (torch.jit.is_tracing() or _is_exporting()):
             return "an exported graph should run where looped is not"
-        if type(self) is not LoopedTransformer or tuple(weights) != self._own_names:
-            return "the model is not the one that its config describes"
+        return self.why_not_as_configured()
+
+    def why_not_as_configured(self) -> str | None:
+        """What of this model its config and weights do not say, so that another implementation would miss it; else None."""
+        if type(self) is not LoopedTransformer:
+            return f"{type(self).__name__} is a class of your own"
+        if tuple(weights_of(self)) != self._own_names:
+            return "a module or parameter of the model was replaced"
         if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules()):
             return "a module has hooks"
         return None

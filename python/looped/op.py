@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,6 +142,21 @@ def _(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | 
         shape = (shape[0], how.n_loops, *shape[1:])
     residual = torch.empty(n_prompts, dtype=torch.float64, device=x.device)
     return y, counts, torch.empty_like(counts), residual, y.new_empty(shape)
+
+
+@loop.register_vmap
+def _(
+    info: Any, in_dims: Any, x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str
+) -> tuple[Outputs, tuple[int, ...]]:
+    def of(i: int, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        return tensor if tensor is None or dim is None else tensor.select(dim, i)
+
+    results = []
+    for i in range(info.batch_size):
+        own = [of(i, weight, dim) for weight, dim in zip(weights, in_dims[2], strict=True)]
+        results.append(loop(of(i, x, in_dims[0]), of(i, lengths, in_dims[1]), own, of(i, state, in_dims[3]), spec))
+    y, n_loops, status, residual, predictions = (torch.stack(parts) for parts in zip(*results, strict=True))
+    return (y, n_loops, status, residual, predictions), (0,) * 5
 
 
 FUSED["cpu"] = tuple(cpu.DTYPES) if cpu.is_there() else ()

@@ -38,7 +38,7 @@ _lock = threading.Lock()
 
 def why_not(model: LoopedTransformer, spec: LoopSpec | None = None) -> str | None:
     """Why this backend cannot run the model this way, and None where it can."""
-    return cannot_run(next(model.parameters()), spec)
+    return cannot_run(next(model.parameters()), spec) or model.why_not_as_configured()
 
 
 def is_there() -> bool:

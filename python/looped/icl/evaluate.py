@@ -143,11 +143,16 @@ def evaluate(
             scorers.append(_LoopedScorer(predictor, task, n_loops_shown, n_loops_settling, with_helps=is_first))
         else:
             scorers.append(_Scorer(predictor, task))
-    for pairs in batches(task, n_prompts, n_points, seed, batch_size):
-        for scorer in scorers:
-            n_done = scorer.add(pairs)
-            if progress and n_done:
-                progress(scorer.predictor.name, n_done)
+    n_scored = 0
+    try:
+        for pairs in batches(task, n_prompts, n_points, seed, batch_size):
+            for scorer in scorers:
+                n_done = scorer.add(pairs)
+                if progress and n_done:
+                    progress(scorer.predictor.name, n_done)
+            n_scored += len(pairs.ys)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted after {n_scored} of {n_prompts} prompts; nothing was written") from None
     scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
     return Evaluation(task.name, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
 
