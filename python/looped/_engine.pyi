@@ -72,8 +72,8 @@ class kernels:  # noqa: N801  a module
     ) -> None:
         """Attention of the tokens from `first` on: out [T, H head_dim] of qkv [T, 3 H head_dim], softmax to the base 2.
 
-        The scores are q k', not scaled. Scratch: keys [head_dim, n_keys] and scores [tile rows, n_keys], with n_keys = T rounded
-        up to whole panels.
+        The scores are q k', not scaled. Scratch: keys [head_dim, n_keys] and scores [tile rows, n_keys], with n_keys = T
+        rounded up to whole panels.
         """
 
     @staticmethod
