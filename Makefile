@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 4000000000
 
-.PHONY: demo test check format clean
+.PHONY: demo test bench check format clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.runtime            ## evaluate the bundled model against the baselines; leaves demo/
@@ -15,6 +15,11 @@ demo: $(VENV)/.runtime            ## evaluate the bundled model against the base
 
 test: $(VENV)/.dev                ## run the tests
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/.bench             ## our time beside the peers', what exits save, and the engine's functions; on a quiet machine
+	$(BIN)/python benches/peers.py
+	$(BIN)/python benches/exit.py
+	$(BIN)/python -m pytest benches
 
 check: $(VENV)/.dev               ## style, types, import layers, spelling
 	$(BIN)/ruff check .
@@ -42,4 +47,8 @@ $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	$(PIP) -e '.[dev,tabular]'
+	touch $(VENV)/.runtime $@
+
+$(VENV)/.bench: $(SOURCES) | $(BIN)/python
+	$(PIP) -e '.[bench]'
 	touch $(VENV)/.runtime $@

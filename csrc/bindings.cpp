@@ -1,7 +1,5 @@
-// The Python module looped._engine: the only file that knows Python, and the only one that handles raw addresses.
+// The Python module looped._engine. This file and those of bindings/ are the only ones that know Python and handle raw addresses.
 #include <pybind11/functional.h>
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -12,10 +10,9 @@
 #include <variant>
 
 #include "batch/run.hpp"
+#include "bindings/arrays.hpp"
+#include "bindings/kernels.hpp"
 #include "simd/isa.hpp"
-
-namespace py = pybind11;
-using std::size_t;
 
 namespace looped {
 namespace {
@@ -23,28 +20,6 @@ namespace {
 using block::Shape;
 using loop::BatchMemory;
 using loop::Spec;
-
-[[noreturn]] void refuse(const std::string& message) { throw py::value_error(message); }
-
-std::string shape_text(const std::vector<py::ssize_t>& shape) {
-    std::string text = "[";
-    for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-    return text + "]";
-}
-
-// A caller's array as it is: C-contiguous, of this type and shape.
-template <class T>
-std::span<const T> view(const py::handle& object, const std::string& name, const std::vector<py::ssize_t>& shape) {
-    if (!py::isinstance<py::array>(object)) throw py::type_error(name + " must be a NumPy array, got " + std::string(py::str(py::type::of(object))));
-    const auto array = py::reinterpret_borrow<py::array>(object);
-    const std::vector<py::ssize_t> got(array.shape(), array.shape() + array.ndim());
-    if (!py::dtype::of<T>().equal(array.dtype()) || got != shape || !(array.flags() & py::array::c_style)) {
-        refuse(name + " must be C-contiguous " + std::string(py::str(py::dtype::of<T>())) + " " + shape_text(shape) + ", got " +
-               std::string(py::str(array.dtype())) + " " + shape_text(got) +
-               (array.flags() & py::array::c_style ? "" : ", not contiguous"));
-    }
-    return {static_cast<const T*>(array.data()), size_t(array.size())};
-}
 
 // A value of a dictionary by its name in a table of names.
 template <class Value>
@@ -470,4 +445,5 @@ PYBIND11_MODULE(_engine, module) {
         .def("embed", &Engine::embed, py::arg("prompts"), py::arg("lengths") = py::none(), py::arg("n_threads") = 1)
         .def("run", &Engine::run, py::arg("signal"), py::arg("state"), py::arg("lengths"), py::arg("spec"),
              py::arg("memory") = py::none(), py::arg("n_threads") = 1, py::arg("progress") = py::none());
+    add_kernels(module.def_submodule("kernels", "The kernels of this processor one by one, for tests and benchmarks."));
 }

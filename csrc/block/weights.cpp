@@ -7,19 +7,8 @@
 #include "simd/isa.hpp"
 
 namespace looped::block {
-namespace {
 
-template <class T>
-struct Linear {
-    std::span<const T> weight;  // [n_out, n_in]
-    std::span<const T> bias;    // [n_out] or empty
-    size_t n_in, n_out;
-    std::span<const T> gain, shift;  // of the norm before it, [n_in], or empty
-    size_t n_scaled = 0;             // the first rows, multiplied by `scale`
-    double scale = 1.0;
-};
-
-// y = scale (W (gain * x + shift) + b) = (scale W gain) x + scale (W shift + b), folded in double before rounding.
+// (scale W gain) x + scale (W shift + b), folded in double before rounding.
 template <class T>
 PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
     const size_t n_panels = (linear.n_out + panel - 1) / panel;
@@ -39,6 +28,8 @@ PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
     }
     return packed;
 }
+
+namespace {
 
 template <class T>
 AlignedArray<T> copy(std::span<const T> values) {
@@ -111,6 +102,8 @@ Model<T>::Model(const Shape& shape, const WeightSource<T>& source) : shape(shape
     }
 }
 
+template PackedMatrix<float> pack(const Linear<float>&, size_t);
+template PackedMatrix<double> pack(const Linear<double>&, size_t);
 template struct Model<float>;
 template struct Model<double>;
 

@@ -53,6 +53,20 @@ struct PackedMatrix {
     AlignedArray<T> panels, bias;
 };
 
+// What is packed: y = scale (W (gain * x + shift) + b), with `scale` for the first n_scaled outputs and 1 for the others.
+template <class T>
+struct Linear {
+    std::span<const T> weight;  // [n_out, n_in]
+    std::span<const T> bias;    // [n_out] or empty
+    size_t n_in, n_out;
+    std::span<const T> gain, shift;  // of the norm before it, [n_in], or empty
+    size_t n_scaled = 0;
+    double scale = 1.0;
+};
+
+template <class T>
+PackedMatrix<T> pack(const Linear<T>& linear, size_t panel);
+
 template <class T>
 struct Layer {
     PackedMatrix<T> qkv, proj, fc, down;  // the norms' affine maps are folded into qkv and fc, the softmax's scale into the queries
@@ -77,6 +91,8 @@ struct Model {
     }
 };
 
+extern template PackedMatrix<float> pack(const Linear<float>&, size_t);
+extern template PackedMatrix<double> pack(const Linear<double>&, size_t);
 extern template struct Model<float>;
 extern template struct Model<double>;
 

@@ -1,4 +1,4 @@
-"""The C++ engine (csrc/bindings.cpp)."""
+"""The C++ engine (csrc/bindings.cpp and csrc/bindings/)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,9 +33,75 @@ class Engine:
     ) -> dict[str, Any]:
         """y, prediction, predictions (when asked for), finished bool [B], memory by name, and interrupted: did Ctrl-C stop it?
 
-        progress is called about every 20 ms with the number of prompts that have finished. What it raises comes through, but
+        progress is called about every 50 ms with the number of prompts that have finished. What it raises comes through, but
         for a KeyboardInterrupt, which interrupts.
         """
 
 def isa() -> str: ...
 def fma_peak(n_threads: int = 1, seconds: float = 0.1, double: bool = False) -> float: ...
+
+class kernels:  # noqa: N801  a module
+    """The kernels of this processor one by one, for tests and benchmarks (csrc/bindings/kernels.cpp).
+
+    Each is there for float32 and float64, and takes matrices of one dtype. Results are written into `out`. Raises ValueError
+    for shapes that do not fit, TypeError for mixed dtypes.
+    """
+
+    class Matrix32:
+        """Float32 rows in the engine's layout, with room beyond the width that kernels may write to; NaN at first."""
+
+        def __init__(self, n_rows: int, width: int) -> None: ...
+        @property
+        def array(self) -> np.ndarray:
+            """The same memory, [n_rows, width]: writing to it changes the matrix."""
+
+    class Matrix64(Matrix32):
+        """The same in float64."""
+
+    class Packed32:
+        """A weight in panels, with its bias."""
+
+        n_in: int
+        n_out: int
+
+    class Packed64(Packed32): ...
+
+    @staticmethod
+    def tile(double: bool = False) -> tuple[int, int]:
+        """Rows of the register tile, and columns of a packed panel."""
+
+    @staticmethod
+    def matrix(values: np.ndarray) -> Matrix32:
+        """A copy of an array [rows, width] of float32 or float64."""
+
+    @staticmethod
+    def pack(weight: np.ndarray, bias: np.ndarray | None = None) -> Packed32:
+        """weight [n_out, n_in] and bias [n_out], packed."""
+
+    @staticmethod
+    def product(a: Matrix32, w: Packed32, out: Matrix32, activation: str = "none", adds_to_out: bool = False) -> None:
+        """out [M, n_out] = activation(a [M, n_in] w' + bias), or out += a w' + bias. none, relu or gelu_tanh."""
+
+    @staticmethod
+    def attend(
+        qkv: Matrix32, out: Matrix32, keys: Matrix32, scores: Matrix32, n_heads: int, first: int = 0, is_causal: bool = True
+    ) -> None:
+        """Attention of the tokens from `first` on: out [T, H head_dim] of qkv [T, 3 H head_dim], softmax to the base 2.
+
+        The scores are q k', not scaled. Scratch: keys [head_dim, n_keys] and scores [tile rows, n_keys], with n_keys = T
+        rounded up to whole panels.
+        """
+
+    @staticmethod
+    def normalize(
+        x: Matrix32, out: Matrix32, eps: float, gain: np.ndarray | None = None, shift: np.ndarray | None = None
+    ) -> None:
+        """out = (x - mean) / sqrt(variance + eps), then * gain + shift, row by row."""
+
+    @staticmethod
+    def inject(how: str, state: Matrix32, signal: Matrix32, positions: Matrix32 | None, out: Matrix32) -> None:
+        """out = state + signal (add), state * signal (mul) or state (none), + positions where these are given."""
+
+    @staticmethod
+    def squares(a: Matrix32, b: Matrix32) -> tuple[np.ndarray, np.ndarray]:
+        """Per row, in float64: the sums of squares of a - b and of a."""

@@ -1,4 +1,4 @@
-"""The command line: `looped eval`, `looped train`, `looped info`."""
+"""The command line: `looped eval`, `looped bench`, `looped train`, `looped info`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Commands(click.Group):
 @click.version_option(package_name="looped")
 @click.option("--traceback", is_flag=True, help="Show where an error came from, for bug reports.")
 def main(traceback: bool) -> None:
-    """Looped transformers: evaluate, train, inspect."""
+    """Looped transformers: evaluate, measure, train, inspect."""
     logging.basicConfig(level=logging.INFO, format="looped: %(message)s", stream=sys.stderr)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="sklearn")
@@ -178,6 +178,148 @@ def evaluate_command(
         click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
 
 
+@main.command("bench")
+@click.option(
+    "--checkpoint", help="A folder or file of any layout that looped reads, or a bundled model; default the bundled one."
+)
+@click.option("--shape", help="Instead: a model of this shape with random weights, such as C256H8T82.")
+@click.option("--loops", default="1,2,5,10,20,50,100", show_default=True, help="Loops: a list, or a range FIRST:LAST[:STEP].")
+@click.option("--batch", "batch_sizes", default="1,64", show_default=True, help="Prompts in a call: a list or a range.")
+@click.option("--backend", "backends", default="cpu,eager", show_default=True, help="A list of cpu, eager, auto.")
+@click.option("--threads", help="CPU threads: a list or a range; default PyTorch's.")
+@click.option(
+    "--tokens", "n_tokens", type=click.IntRange(min=1), help="Tokens of a prompt; default what the model is made for."
+)
+@click.option("--exit", "rule", help="Exit rule to measure beside all loops, or none; default contraction for a checkpoint.")
+@click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
+@click.option("--task", help="Draw prompts from these functions, and show the error against the time.")
+@click.option(
+    "--rounds", "n_rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Of which medians are taken."
+)
+@click.option("--seed", default=0, show_default=True, help="Of prompts and random weights.")
+@click.option(
+    "--set", "fields", multiple=True, metavar="KEY=VALUE", help="For another project's checkpoint: n_loops=20, n_heads=8"
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Write latency.json, .csv and .png into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print the rows as CSV on standard output.")
+def bench_command(
+    checkpoint: str | None,
+    shape: str | None,
+    loops: str,
+    batch_sizes: str,
+    backends: str,
+    threads: str | None,
+    n_tokens: int | None,
+    rule: str | None,
+    tol: float | None,
+    task: str | None,
+    n_rounds: int,
+    seed: int,
+    fields: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+    as_csv: bool,
+) -> None:
+    """Loop count against latency: every combination of loops, batch sizes, backends, threads, and exit on and off.
+
+    All combinations run once in each round, in turn, after a warm-up; shown are medians over the rounds with their 10 and
+    90 % quantiles, and the share of the FMA peak that was measured in the same rounds. Ctrl-C keeps the finished rounds.
+    """
+    import torch
+    from tqdm import tqdm
+
+    from looped.backends import cpu
+    from looped.bench.latency import Sweep, measure, n_ways
+    from looped.bench.shapes import random_model, shape_sizes
+    from looped.engine import BACKENDS
+    from looped.exits import ExitRule, make_exit
+    from looped.icl.tasks import make_task
+
+    if shape and (checkpoint or fields):
+        raise click.UsageError("--shape makes its own model; leave out --checkpoint and --set")
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv both print on standard output; choose one, or --out for both")
+    if shape and task:
+        raise click.UsageError("--task scores a trained model; use --checkpoint with it")
+    model = random_model(shape, seed=seed) if shape else _load(checkpoint or BUNDLED, fields)
+    config = model.config
+    functions = None
+    if task:
+        if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
+            raise click.UsageError("--task needs an in-context model: features in, a scalar read out")
+        functions = make_task(task, config.n_dims)
+    if n_tokens is None:
+        n_tokens = shape_sizes(shape)[2] if shape else _tokens_of(config)
+    chosen_backends = [name.strip() for name in backends.split(",")]
+    for name in chosen_backends:
+        if name not in BACKENDS:
+            raise click.UsageError(f"--backend {name!r} is not one of {', '.join(BACKENDS)}")
+    if "cpu" in chosen_backends and (obstacle := cpu.why_not(model)):
+        raise click.UsageError(f"--backend cpu cannot run this: {obstacle}; use --backend eager")
+    rule = rule or ("none" if shape else "contraction")
+    if rule == "contraction" and tol is None:
+        tol = EVAL_TOLERANCE
+    if rule == "none" and tol is not None:
+        raise click.UsageError("--tol goes with an exit rule; add --exit contraction")
+    exits: list[ExitRule | None] = [None]
+    if rule != "none":
+        exits.append(make_exit(rule, **({} if tol is None else {"tol": tol})))
+    sweep = Sweep(
+        loops=_integers("--loops", loops, 0),
+        batch_sizes=_integers("--batch", batch_sizes, 1),
+        backends=chosen_backends,
+        threads=_integers("--threads", threads, 1) if threads else [torch.get_num_threads()],
+        exits=exits,
+    )
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    latency, stopped = None, False
+    total = n_ways(sweep) * (1 + n_rounds)
+    with tqdm(total=total, desc="measuring", file=sys.stderr, dynamic_ncols=True, disable=sys.stderr is None) as bar:
+
+        def progress(way: str) -> None:
+            bar.set_postfix_str(way)
+            bar.update()
+
+        try:
+            for latency in measure(  # noqa: B007  the last one is shown
+                model,
+                sweep,
+                name=shape or checkpoint or BUNDLED,
+                n_tokens=n_tokens,
+                task=functions,
+                n_rounds=n_rounds,
+                seed=seed,
+                progress=progress,
+            ):
+                pass
+        except KeyboardInterrupt:
+            if latency is None:
+                raise
+            stopped = True
+    assert latency is not None
+    report = latency.to_dict()
+    if as_json:
+        click.echo(json.dumps(report))
+    elif as_csv:
+        click.echo(latency.to_csv(), nl=False)
+    else:
+        from rich.console import Console
+
+        from looped.report.latency import latency_table
+
+        Console(width=None if sys.stdout.isatty() else 120).print(latency_table(report))
+    if out:  # after printing: a full disk must not lose the result
+        from looped.report.latency import plot_latency
+
+        latency.save(out)
+        plot_latency(report, out / "latency.png")
+        click.echo(f"looped: wrote {out}/latency.json, .csv and .png", err=True)
+    if stopped:
+        raise KeyboardInterrupt(f"interrupted after {latency.n_rounds} of {n_rounds} rounds, which are shown")
+
+
 @main.command("train")
 @click.option("--preset", "preset_name", default="small", show_default=True, type=click.Choice(["paper", "small", "tiny"]))
 @click.option("--task", default="linear_regression", show_default=True, help="The family of functions to learn.")
@@ -255,6 +397,31 @@ def _load(source: str, fields: tuple[str, ...]) -> Any:
             raise click.UsageError(f"the bundled model {source} is complete; --set is for other projects' checkpoints")
         return load_pretrained(source)
     return load_checkpoint(source, **_key_values(fields)).float()
+
+
+def _tokens_of(config: Any) -> int:
+    """Tokens of the prompts that eval scores with an in-context model; else all positions, or 64."""
+    if config.input_kind == "features" and config.read_stride == 2:
+        n_tokens = 4 * config.n_dims + 1
+        return min(n_tokens, config.n_positions - 1 + config.n_positions % 2) if config.pos_kind == "learned" else n_tokens
+    return config.n_positions if config.pos_kind == "learned" else 64
+
+
+def _integers(option: str, text: str, least: int) -> list[int]:
+    """A list 1,5,20, or a range FIRST:LAST[:STEP] with its last; sorted."""
+    try:
+        values: set[int] = set()
+        for part in text.split(","):
+            first, *rest = (int(number) for number in part.split(":"))
+            last, step = (*rest, 1)[:2] if rest else (first, 1)
+            if len(rest) > 2 or step < 1 or last < first:
+                raise ValueError
+            values.update(range(first, last + 1, step))
+    except ValueError:
+        raise click.UsageError(f"{option} takes a list such as 1,5,20 or a range FIRST:LAST[:STEP], got {text!r}") from None
+    if min(values) < least:
+        raise click.UsageError(f"{option} {text!r} must hold integers of at least {least}")
+    return sorted(values)
 
 
 def _key_values(fields: tuple[str, ...]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""How long loops take: shapes by name, interleaved rounds, loop count against latency."""

@@ -1,0 +1,205 @@
+"""`looped bench` and what stands below it: counts, rounds, rows, files, errors."""
+
+import csv
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+from models import icl_model
+
+import looped
+from looped.bench.latency import Sweep, measure, n_ways
+from looped.bench.rounds import Way, interleaved, spread
+from looped.bench.shapes import operations, random_model, shape_sizes
+from looped.cli import main
+from looped.exits import Contraction
+from looped.icl.tasks import LinearRegression
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["bench", *(str(a) for a in arguments)])
+
+
+def test_operations_of_a_loop():
+    for name in ("C256H8T82", "C64H4T22"):
+        C, _, T = shape_sizes(name)
+        model = random_model(name)
+        assert operations(model, T) == 24 * C**2 * T + 2 * T * (T + 1) * C
+    full = icl_model(d_model=48, n_heads=3, mask_kind="full", n_core=2)
+    assert operations(full, 7) == 2 * (24 * 48**2 * 7 + 4 * 7**2 * 48)
+
+
+@pytest.mark.parametrize("name", ["C256", "C0H1T3", "C10H3T5", "256x8x82"])
+def test_wrong_shapes_are_refused(name):
+    with pytest.raises(ValueError, match="shape"):
+        random_model(name)
+
+
+def test_random_models_are_seeded_and_every_part_moves_the_state():
+    model, again, other = (random_model("C24H2T9", seed=seed) for seed in (0, 0, 1))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+        assert not torch.equal(weight, other.state_dict()[name])
+    x = torch.randn(2, 9, 20, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = model(x)
+        for name, weight in model.named_parameters():
+            kept = weight.clone()
+            weight.mul_(1.01) if "norm" not in name else weight.add_(0.01)
+            is_key_bias = name == "core.0.attn.qkv.bias"  # half of it is: softmax takes no notice of a shift of all scores
+            assert (model(x) - want).norm() > (1e-6 if is_key_bias else 3e-6) * want.norm(), name
+            weight.copy_(kept)
+
+
+def test_rounds_are_interleaved_and_prepared_after_a_warm_up():
+    seen, clock = [], {"slow": 0.02, "slower": 0.04}
+
+    def way(name):
+        return Way(lambda: (seen.append(name), time.sleep(clock[name])), lambda: seen.append(f"prepare {name}"))
+
+    told = []
+    rounds = list(interleaved({name: way(name) for name in clock}, 3, sample_seconds=0.01, progress=told.append))
+    pair = ["prepare slow", "slow", "prepare slower", "slower"]
+    assert seen[-12:] == 3 * pair
+    assert told == 4 * ["slow", "slower"] or told == ["slow", "slower"] * 4
+    for seconds in rounds:
+        assert clock["slow"] <= seconds["slow"] < 0.04 <= seconds["slower"]
+    with pytest.raises(ValueError, match="n_rounds=0"):
+        next(interleaved({}, 0))
+
+
+def test_short_calls_are_repeated_within_a_sample():
+    count = []
+    seconds = next(interleaved({"short": Way(lambda: (count.append(1), time.sleep(0.001)))}, 1, sample_seconds=0.02))["short"]
+    assert 0.001 <= seconds < 0.02
+    assert len(count) >= 8
+
+
+def test_spread():
+    assert spread([3.0, 1.0, 2.0]) == pytest.approx((2.0, 1.2, 2.8))
+
+
+def test_measured_rows_say_what_ran():
+    model = icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=6)
+    rule = Contraction(tol=1e-2)
+    sweep = Sweep(loops=[0, 1, 150], batch_sizes=[1, 3], backends=["eager", "cpu"], threads=[1], exits=[None, rule])
+    torch.set_num_threads(2)
+    *_, latency = measure(model, sweep, name="tiny", n_tokens=9, task=LinearRegression(2), n_rounds=2)
+    assert torch.get_num_threads() == 2
+    assert latency.n_rounds == 2
+    assert len(latency.rows) == n_ways(sweep) == 24
+    by_key = {(row.backend, row.batch, row.exit, row.n_loops): row for row in latency.rows}
+    for (_, batch, exit, n_loops), row in by_key.items():
+        assert 0 < row.ms_p10 <= row.ms <= row.ms_p90
+        if exit == "off" or n_loops < 2:
+            assert row.mean_loops == n_loops
+        else:
+            assert 2 <= row.mean_loops < n_loops
+        per_loop = 24 * 16**2 * 9 + 2 * 9 * 10 * 16
+        assert row.gflops == pytest.approx(per_loop * batch * row.mean_loops / row.ms / 1e6)
+        assert row.peak_fraction == pytest.approx(row.gflops / latency.fma_peak_gflops["1"], abs=1e-12)
+        assert row.error == by_key["eager", 1, exit, n_loops].error  # of the same prompts, whatever the batch
+    assert by_key["cpu", 1, "off", 1].error != by_key["cpu", 1, "off", 150].error
+
+
+def test_the_error_is_that_of_the_evaluation():
+    from looped.icl.evaluate import evaluate
+    from looped.icl.predictor import LoopedPredictor
+
+    model = looped.load_pretrained("linear_regression")
+    sweep = Sweep(loops=[20], batch_sizes=[1], backends=["cpu"])
+    *_, latency = measure(model, sweep, name="bundled", n_tokens=21, task=LinearRegression(5), n_rounds=1, seed=4)
+    scored = evaluate(
+        LinearRegression(5), [LoopedPredictor(model, n_loops=20)], n_prompts=512, n_points=11, seed=4, n_loops_settling=0
+    )
+    assert latency.rows[0].error == pytest.approx(scored.scores["looped"].error_by_examples.mean[-1], rel=1e-4)
+
+
+def test_other_kinds_of_models_are_measured_too():
+    tokens = looped.LoopedTransformer(looped.gpt2_config(11, 7, 16, 2, 1))
+    states = looped.LoopedTransformer(
+        looped.LoopedConfig(input_kind="states", readout="none", d_model=16, n_heads=2, n_positions=7, state_init="given")
+    )
+    for model in (tokens, states):
+        *_, latency = measure(model, Sweep(loops=[2], batch_sizes=[2]), name="x", n_tokens=5, n_rounds=1)
+        assert [row.backend for row in latency.rows] == ["cpu", "eager"]
+
+
+def test_bench_writes_tables_files_and_the_picture(tmp_path):
+    out = tmp_path / "out"
+    options = ("--loops", "1,4", "--batch", "1:3:2", "--rounds", 2, "--threads", 1, "--task", "linear_regression")
+    result = run(*options, "--out", out, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report == json.loads((out / "latency.json").read_text())
+    assert (report["model"], report["n_tokens"], report["task"]) == ("linear_regression", 21, "linear_regression")
+    assert {(r["batch"], r["n_loops"], r["backend"], r["exit"]) for r in report["rows"]} == {
+        (B, L, backend, exit) for B in (1, 3) for L in (1, 4) for backend in ("cpu", "eager") for exit in ("off", "contraction")
+    }
+    lines = list(csv.DictReader(io.StringIO((out / "latency.csv").read_text())))
+    assert [float(line["ms"]) for line in lines] == [row["ms"] for row in report["rows"]]
+    assert (out / "latency.png").read_bytes()[:4] == b"\x89PNG"
+    assert "measuring" in result.stderr
+
+
+def test_bench_of_a_shape_prints_a_table_or_csv():
+    options = ("--shape", "C16H2T7", "--loops", "1", "--batch", "1", "--rounds", 1, "--threads", 1)
+    table = run(*options)
+    assert table.exit_code == 0, table.stderr
+    assert "C16H2T7, 7 tokens, 1 rounds" in table.stdout
+    assert "FMA peak by threads" in table.stdout
+    rows = list(csv.DictReader(io.StringIO(run(*options, "--csv", "--backend", "eager").stdout)))
+    assert [(row["backend"], row["exit"], row["error"]) for row in rows] == [("eager", "off", "")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", "256"], "is not of the form C256H8T82"),
+        (["--shape", "C16H2T7", "--checkpoint", "x"], "leave out --checkpoint"),
+        (["--shape", "C16H2T7", "--task", "linear_regression"], "use --checkpoint"),
+        (["--loops", "1;2"], "--loops takes a list such as 1,5,20 or a range"),
+        (["--loops", "9:1"], "--loops takes a list"),
+        (["--batch", "0"], "integers of at least 1"),
+        (["--backend", "gpu"], "is not one of auto, cpu, eager"),
+        (["--exit", "contract"], "did you mean 'contraction'"),
+        (["--exit", "none", "--tol", "0.1"], "--tol goes with an exit rule"),
+        (["--task", "linear"], "unknown task 'linear'; did you mean"),
+        (["--task", "linear_regression", "--tokens", "20"], "n_tokens must be odd"),
+        (["--tokens", "500"], "positions"),
+        (["--json", "--csv"], "choose one"),
+        (["--rounds", "0"], "0 is not in the range"),
+    ],
+)
+def test_bad_use_is_exit_code_2_and_one_clear_line(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_an_interrupt_keeps_the_finished_rounds(tmp_path):
+    options = ["--shape", "C16H2T7", "--loops", "1", "--batch", "1", "--rounds", "100000", "--threads", "1", "--json"]
+    command = [sys.executable, "-u", "-m", "looped.cli", "bench", *options, "--out", str(tmp_path)]
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell may have it ignored for background jobs
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
+    text = ""
+    while not re.search(r"\| (?!0/|1/|2/|3/|4/)\d+/", text):  # two ways, warmed up, and a round at least
+        text += (more := process.stderr.read(60))
+        assert more, "the bench ended by itself"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    report = json.loads(out)
+    assert report["n_rounds"] >= 1
+    assert report == json.loads((tmp_path / "latency.json").read_text())
+    assert f"interrupted after {report['n_rounds']} of 100000 rounds, which are shown" in errors
