@@ -5,6 +5,7 @@
 #include <cfenv>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <limits>
 #include <mutex>
 #include <numeric>
@@ -28,9 +29,13 @@ public:
     }
     void finish_prompt() { n_finished_.fetch_add(1, std::memory_order_relaxed); }
 
-    void fail(size_t prompt, const std::string& what) {
+    // Takes no memory: the lack of it may be what failed.
+    void fail(size_t prompt, const char* what) noexcept {
         std::lock_guard lock(mutex_);
-        if (!error_ || prompt < error_->prompt) error_.emplace(prompt, what);
+        if (!failed_ || prompt < *failed_) {
+            failed_ = prompt;
+            std::snprintf(what_, sizeof(what_), "%s", what);
+        }
         cancelled = true;
     }
     void leave() {
@@ -49,7 +54,7 @@ public:
             if (!goes_on) was_stopped_ = cancelled = true;
         }
     }
-    const std::optional<PromptError>& error() const { return error_; }
+    std::optional<PromptError> error() const { return failed_ ? std::optional<PromptError>({*failed_, what_}) : std::nullopt; }
     bool was_stopped() const { return was_stopped_; }
 
     std::atomic<bool> cancelled{false};
@@ -60,8 +65,15 @@ private:
     std::mutex mutex_;
     std::condition_variable all_left_;
     size_t n_running_;
-    std::optional<PromptError> error_;
+    std::optional<size_t> failed_;  // the first prompt that did
+    char what_[256] = "";
     bool was_stopped_ = false;
+};
+
+// Tells the workers to stop when it goes: an exception on the calling thread must not wait for all their loops.
+struct StopAtEnd {
+    std::atomic<bool>& cancelled;
+    ~StopAtEnd() { cancelled = true; }
 };
 
 // make_worker() gives what one thread does with a prompt, worker(prompt); its memory is allocated by the thread that uses it.
@@ -102,6 +114,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, const Controls& cont
     Progress progress(longest_first(lengths), n_workers);
     {
         std::vector<std::jthread> workers;
+        const StopAtEnd stop{progress.cancelled};  // before the workers are joined
         for (size_t i = 0; i < n_workers; ++i) {
             try {
                 workers.emplace_back([&] { work([&] { return make_worker(progress.cancelled); }, progress); });
