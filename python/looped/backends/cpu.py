@@ -113,7 +113,7 @@ def packed(model: LoopedTransformer) -> Any:
         key = _fingerprint(model)
         known = _packed.get(model)
         if known is None or known[0] != key:
-            weights = {name: np.require(p.detach().numpy(), requirements="CA") for name, p in model.state_dict().items()}
+            weights = {name: np.require(p.detach().numpy(), requirements=["C", "A"]) for name, p in model.state_dict().items()}
             known = (key, _engine.Engine(model.config.to_dict(), weights))
             _packed[model] = known
         return known[1]
