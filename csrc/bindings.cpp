@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <limits>
 #include <memory>
 #include <thread>
@@ -65,6 +66,11 @@ Shape shape_of(const py::dict& config) {
     shape.read_stride = readout == "none" ? 1 : size("read_stride");
     if (!shape.d_model || !shape.n_heads || !shape.head_dim || !shape.d_ff || !shape.n_core || !shape.read_stride) {
         refuse("Engine: d_model, n_heads, head_dim, d_ff, n_core and read_stride must be at least 1");
+    }
+    constexpr size_t most = size_t(1) << 31;  // so that no product of two wraps
+    for (size_t own : {shape.d_model, shape.n_heads, shape.head_dim, shape.d_ff, shape.n_positions, shape.n_dims, shape.vocab_size,
+                       shape.readout_width, shape.read_stride, shape.attention_width()}) {
+        if (own >= most) refuse("Engine: the config has a size of " + std::to_string(own) + "; all must be below 2^31");
     }
     return shape;
 }

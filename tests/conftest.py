@@ -1,5 +1,11 @@
+import importlib
+import os
+
 import pytest
 import torch
+
+if os.environ.get("LOOPED_REQUIRE_ENGINE") == "1":  # no test is skipped for the lack of it
+    importlib.import_module("looped._engine")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@
 #include <cfenv>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <limits>
 #include <mutex>
 #include <numeric>
@@ -36,9 +37,13 @@ public:
     }
     void finish_prompt() { n_finished_.fetch_add(1, std::memory_order_relaxed); }
 
-    void fail(size_t prompt, const std::string& what) {
+    // Takes no memory: the lack of it may be what failed.
+    void fail(size_t prompt, const char* what) noexcept {
         std::lock_guard lock(mutex_);
-        if (!error_ || prompt < error_->prompt) error_.emplace(prompt, what);
+        if (!failed_ || prompt < *failed_) {
+            failed_ = prompt;
+            std::snprintf(what_, sizeof(what_), "%s", what);
+        }
         stop.make();
     }
     void leave() {
@@ -55,7 +60,7 @@ public:
             lock.lock();
         }
     }
-    const std::optional<PromptError>& error() const { return error_; }
+    std::optional<PromptError> error() const { return failed_ ? std::optional<PromptError>({*failed_, what_}) : std::nullopt; }
 
     block::StopRequest stop;
 
@@ -65,7 +70,8 @@ private:
     std::mutex mutex_;
     std::condition_variable all_left_;
     size_t n_running_;
-    std::optional<PromptError> error_;
+    std::optional<size_t> failed_;  // the first prompt that did
+    char what_[256] = "";
 };
 
 // Keeps the float mode of the thread that makes it, and gives it back at the end.
@@ -135,10 +141,11 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
     const auto work_here = [&] { work([&](block::Team& team) { return make_worker(team, progress.stop); }, progress); };
     {
         std::vector<std::jthread> workers;
+        workers.reserve(n_workers);
         for (size_t i = 1; i < n_workers; ++i) {
             try {
                 workers.emplace_back(work_here);
-            } catch (const std::system_error&) {  // no more threads to be had: the others do the work
+            } catch (...) {  // no more threads to be had, or no memory for one: the others do the work
                 progress.leave();
             }
         }
@@ -147,6 +154,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
         progress.wait();
     }
     if (progress.error()) throw *progress.error();
+    if (progress.stop.error()) std::rethrow_exception(progress.stop.error());
     return !progress.stop.is_made();
 }
 

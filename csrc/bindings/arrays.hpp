@@ -4,6 +4,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,6 +33,7 @@ std::span<const T> view(const py::handle& object, const std::string& name, const
                std::string(py::str(array.dtype())) + " " + shape_text(got) +
                (array.flags() & py::array::c_style ? "" : ", not contiguous"));
     }
+    if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(T)) refuse(name + " must be aligned; copy it first");
     return {static_cast<const T*>(array.data()), size_t(array.size())};
 }
 

@@ -12,7 +12,9 @@ template <class T>
 struct Matrix {
     Matrix() = default;
     Matrix(size_t n_rows, size_t width)
-        : width(width), stride((((width + widest_panel) * sizeof(T) + 63) / 64 | 1) * 64 / sizeof(T)), memory(n_rows * stride) {}
+        : width(width),
+          stride(((checked_product(width + widest_panel, sizeof(T)) + 63) / 64 | 1) * 64 / sizeof(T)),
+          memory(checked_product(n_rows, stride)) {}
 
     Rows<T> rows(size_t n_rows) const { return {memory.data(), n_rows, width, stride}; }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <new>
 #include <span>
@@ -25,6 +26,12 @@ struct Rows {
     operator Rows<const T>() const noexcept { return {first, n_rows, width, stride}; }
 };
 
+// a b, and std::bad_array_new_length instead of a product that wraps.
+inline size_t checked_product(size_t a, size_t b) {
+    if (b != 0 && a > size_t(std::numeric_limits<std::ptrdiff_t>::max()) / b) throw std::bad_array_new_length();
+    return a * b;
+}
+
 // `n` numbers on a cache line's border, zero at first.
 template <class T>
 class AlignedArray {
@@ -32,7 +39,7 @@ public:
     AlignedArray() = default;
     explicit AlignedArray(size_t n) : size_(n) {
         if (n > 0) {
-            data_.reset(static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t{line})));
+            data_.reset(static_cast<T*>(::operator new(checked_product(n, sizeof(T)), std::align_val_t{line})));
             std::uninitialized_value_construct_n(data_.get(), n);
         }
     }

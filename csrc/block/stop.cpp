@@ -14,7 +14,12 @@ bool StopRequest::look() noexcept {
     std::fenv_t own;
     std::fegetenv(&own);
     std::fesetenv(&float_mode_);
-    const bool goes_on = keeps_going_();
+    bool goes_on = false;
+    try {
+        goes_on = keeps_going_();
+    } catch (...) {
+        error_ = std::current_exception();
+    }
     std::fesetenv(&own);
     due_ = Clock::now() + period;
     if (!goes_on) make();

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cfenv>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <thread>
 
@@ -13,7 +14,8 @@ namespace looped::block {
 // result away.
 class StopRequest {
 public:
-    // keeps_going() is asked about every 50 ms, on the thread that makes this object, while it looks; false is a request to stop.
+    // keeps_going() is asked about every 50 ms, on the thread that makes this object, while it looks. False is a request to stop, and so
+    // is an exception, which error() keeps.
     explicit StopRequest(std::function<bool()> keeps_going = {});
 
     void make() noexcept { is_made_.store(true, std::memory_order_relaxed); }
@@ -21,6 +23,8 @@ public:
 
     // Whether it is made, having asked where that is due.
     bool look() noexcept;
+
+    const std::exception_ptr& error() const noexcept { return error_; }
 
 private:
     using Clock = std::chrono::steady_clock;
@@ -30,6 +34,7 @@ private:
     std::thread::id asker_ = std::this_thread::get_id();
     std::fenv_t float_mode_;  // of the asker, as it was when it called
     Clock::time_point due_;
+    std::exception_ptr error_;
 };
 
 // Counts work in multiply-adds, and looks once it is enough to have taken a while.

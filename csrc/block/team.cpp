@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cfenv>
-#include <system_error>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -74,11 +73,11 @@ void leave_processor(int processor) noexcept {
 Team::Team(size_t n_members) {
     n_members = std::min(n_members, most_members);
     if (n_members > 1) leaders_processor_ = own_processor();
-    threads_.reserve(n_members);
+    threads_.reserve(std::max<size_t>(n_members, 1) - 1);
     for (size_t member = 1; member < n_members; ++member) {
         try {
             threads_.emplace_back([this, member] { serve(member); });
-        } catch (const std::system_error&) {
+        } catch (...) {  // an exception would leave those that serve already without an end
             break;
         }
     }

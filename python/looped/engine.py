@@ -356,7 +356,8 @@ def _from_array(values: Any) -> Tensor:
         raise TypeError(f"solve: a prompt or a state must be a tensor or an array, got {type(values).__name__}")
     if values.is_complex() or values.layout != torch.strided or values.is_nested:
         raise TypeError(f"solve: prompts and states must be dense and real, got {values.dtype}, {values.layout}")
-    return values.detach()
+    values = values.detach()
+    return values.clone() if values.data_ptr() % values.element_size() else values  # of a buffer that is not aligned
 
 
 def _tensor(model: LoopedTransformer, prompt: Any, name: str) -> Tensor:

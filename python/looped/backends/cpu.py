@@ -140,7 +140,7 @@ def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, in
     with _lock:
         known = _packed.get(first)
         if known is None or known[0] != key:
-            arrays = {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in weights.items()}
+            arrays = {name: np.require(weight.detach().numpy(), requirements=["C", "A"]) for name, weight in weights.items()}
             known = (key, _engine.Engine(config.to_dict(), arrays))
             _packed[first] = known
         return known[1], key[2]
