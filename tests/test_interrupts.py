@@ -13,7 +13,7 @@ import torch
 from models import icl_model, random_weights
 
 import looped
-from looped.backends import cpu
+from looped.backends import cpu, eager
 from looped.exits import Contraction, Readout
 from looped.loop import Status
 
@@ -121,25 +121,65 @@ def test_what_is_finished_is_told_apart(backend):
         assert same(getattr(rest, name), getattr(whole, name)), name
 
 
-def test_an_interrupt_inside_an_eager_loop_leaves_no_trace(monkeypatch):
-    model, x = icl_model(std=0.12), prompts()
-    options = dict(lengths=LENGTHS, n_loops=30, exit="contraction", accelerate="anderson", backend="eager")
+@pytest.mark.parametrize(
+    ("owner", "method", "after"),
+    [
+        (looped.LoopedTransformer, "inject", False),
+        (looped.Anderson, "step", False),
+        (looped.Anderson, "step", True),
+        (eager.EagerLoop, "once", True),
+        (eager.Finished, "take", True),
+    ],
+)
+@pytest.mark.parametrize("at", [1, 5, "last"])
+def test_an_interrupt_inside_an_eager_loop_leaves_no_trace(owner, method, after, at, monkeypatch):
+    model, x, original, calls = icl_model(std=0.12), prompts(), getattr(owner, method), []
+    n_loops = 7 if at == "last" else 30
+    options = dict(lengths=LENGTHS, n_loops=n_loops, exit="contraction", accelerate="anderson", backend="eager")
     whole = looped.solve(model, x, **options)
-    inject, calls = model.inject, []
 
-    def interrupted(Y, P):
+    def counted(*arguments):
         calls.append(1)
-        if len(calls) == 5:
+        out = original(*arguments) if after or len(calls) != at else None
+        if len(calls) == at:
             raise KeyboardInterrupt
-        return inject(Y, P)
+        return out
 
-    monkeypatch.setattr(model, "inject", interrupted)
-    result = looped.solve(model, x, on_interrupt="return", **options)
+    if at == "last":
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, counted)
+            looped.solve(model, x, **options)
+        at = len(calls)
+        calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, counted)
+        result = looped.solve(model, x, on_interrupt="return", **options)
     assert result.interrupted
-    assert result.n_loops.max() == 4
+    for i in (~result.finished & (result.n_loops > 0)).nonzero().flatten().tolist():
+        alone = options | dict(lengths=[LENGTHS[i]], n_loops=int(result.n_loops[i]))
+        torch.testing.assert_close(result.y[i], looped.solve(model, x[i : i + 1], **alone).y[0], rtol=0, atol=1e-9)
     rest = looped.solve(model, x, state=result.state, **options)
     assert same(rest.y, whole.y)
     assert rest.n_loops.tolist() == whole.n_loops.tolist()
+
+
+def test_an_interrupt_while_all_leave_at_once(monkeypatch):
+    model, x, take, calls = icl_model(std=0.12), prompts(), eager.Finished.take, []
+    half = looped.solve(model, x, n_loops=4, accelerate="anderson", backend="eager").state  # its Y is not its F
+    options = dict(n_loops=5, state=half, backend="eager")
+    whole = looped.solve(model, x, **options)
+
+    def interrupted(*arguments):
+        take(*arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eager.Finished, "take", interrupted)
+        result = looped.solve(model, x, on_interrupt="return", **options)
+    assert torch.equal(result.y, half.y)
+    assert torch.equal(looped.solve(model, x, **(options | dict(state=result.state))).y, whole.y)
 
 
 class Stopped:

@@ -200,12 +200,12 @@ def test_vmap_and_inference_mode():
 
 @torch.no_grad()
 def test_a_prompt_with_a_nan_is_what_plain_pytorch_makes_of_it():
-    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
-    x[1, 6] = torch.nan
+    model, x = icl_model(std=0.1, dtype=torch.float32, n_points=50), prompts(T=100)
+    x[1, 96] = torch.nan
     for how in (dict(), dict(return_predictions=True)):
         got, want = model(x, **how), model(x, backend="eager", **how)
         torch.testing.assert_close(got, want, equal_nan=True)
-        assert got[1, ..., 3:].isnan().all()
+        assert got[1, ..., 48:].isnan().all()
     assert call(model, x, n_loops=6)[2].tolist() == [Status.MAX_LOOPS, Status.NONFINITE, Status.MAX_LOOPS]
 
 

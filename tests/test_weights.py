@@ -169,6 +169,14 @@ def test_every_number_and_its_place_counts(shape, dtype):
         assert checksum([moved.view(weight.shape)]) != mark
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_and_columns_that_change_places_count(dtype):
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    others = [weight, weight.flip(0), weight.flip(1), weight.roll(1, 0), weight.roll(4, 1), weight.roll(256, 1)]
+    assert len({checksum([other]) for other in others}) == len(others)
+    assert checksum([weight, others[1]]) != checksum([others[1], weight])
+
+
 def test_both_names_of_a_shared_weight_are_there():
     model = icl_model(n_core=2)
     model.core[1] = model.core[0]
