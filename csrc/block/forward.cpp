@@ -48,8 +48,8 @@ void Forward<T>::run_layer(const Layer<T>& layer, Rows<T> x, size_t first, Rows<
     const Kernels<T>& kernels = *model_.kernels;
     const Rows<T> moving = x.from_row(first);
     const auto normed = [&]() -> Rows<const T> {
-        if (!shape.has_norm) return moving;
-        kernels.normalize(moving, normed_.rows(moving.n_rows), T(shape.norm_eps), nullptr, nullptr);
+        if (shape.norm == Norm::none) return moving;
+        kernels.normalize(shape.norm, moving, normed_.rows(moving.n_rows), T(shape.norm_eps), nullptr, nullptr);
         return normed_.rows(moving.n_rows);
     };
     multiply(normed(), layer.qkv, qkv.from_row(first));
@@ -98,7 +98,7 @@ void Forward<T>::pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, 
         run_layer(model_.core[i], image, first, (kept_qkv_.empty() ? qkv_ : kept_qkv_[i]).rows(state.n_rows));
     }
     if (shape.loop_norm == LoopNorm::each) {
-        model_.kernels->normalize(moving, moving, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+        model_.kernels->normalize(shape.norm, moving, moving, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
     }
 }
 
@@ -116,7 +116,7 @@ void Forward<T>::read(Rows<const T> state, std::span<T> prediction) {
     Rows<const T> places{state.first, n_read, state.width, state.stride * shape.read_stride};
     if (shape.loop_norm == LoopNorm::once) {
         const Rows<T> normed = normed_.rows(n_read);
-        model_.kernels->normalize(places, normed, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+        model_.kernels->normalize(shape.norm, places, normed, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
         places = normed;
     }
     if (shape.readout_width) {
