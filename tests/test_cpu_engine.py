@@ -1,6 +1,7 @@
 """The C++ engine against the eager one: the same numbers, counts and statuses, and the promises of every fused backend."""
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -27,6 +28,8 @@ try:
     from looped import _engine
 except ImportError:
     _engine = pytest.importorskip("_engine", reason="the C++ engine is not built")
+
+eager = functools.partial(looped.solve, backend="eager")  # the truth; the default would be the engine itself
 
 CORE_FP64 = 1e-9  # one formula in float64 with sums in another order and folded norms, over tens of loops
 
@@ -69,7 +72,7 @@ class Cpu:
 def assert_agrees(model, x, lengths=None, exit=None, n_loops=40, on_stall="ignore", depth=0, state=None, tol=CORE_FP64):
     """One call on both engines: states, predictions, counts, statuses, residuals and memory."""
     got = Cpu(model)(x, lengths, exit, n_loops, on_stall, depth, state, return_predictions=True)
-    want = looped.solve(
+    want = eager(
         model,
         x,
         lengths=lengths,
@@ -292,9 +295,9 @@ KINDS = [dict(), dict(activation="gelu"), dict(norm_kind="rms", activation="silu
 def test_float32_is_as_exact_as_promised(C, H, T, n_loops, kinds):
     truth = icl_model(std=0.05, d_model=C, n_heads=H, n_points=50, **kinds)
     x = prompts(2, T)
-    want = looped.solve(truth, x, n_loops=n_loops).y
+    want = eager(truth, x, n_loops=n_loops).y
     single = truth.float()
-    plain = looped.solve(single, x.float(), n_loops=n_loops).y.double()
+    plain = eager(single, x.float(), n_loops=n_loops).y.double()
     got = torch.from_numpy(Cpu(single)(x.float(), n_loops=n_loops)["y"]).double()
     limit = max(FP32, 2 * ((plain - want).norm() / want.norm()).item())
     assert ((got - want).norm() / want.norm()).item() <= limit
@@ -306,7 +309,7 @@ def test_float32_counts_agree():
         x = prompts(6, seed=seed).float()
         for rule in (Contraction(tol=1e-3), Contraction(tol=1e-3, scope="prefix"), Relative(tol=1e-3)):
             got = Cpu(model)(x, exit=rule, n_loops=60)
-            want = looped.solve(model, x, exit=rule, n_loops=60)
+            want = eager(model, x, exit=rule, n_loops=60)
             np.testing.assert_array_equal(got["memory"]["status"], want.status.numpy())
             np.testing.assert_array_equal(got["memory"]["t"], want.n_loops.numpy())
 
@@ -378,7 +381,7 @@ def test_extreme_activations_stay_finite():
     for dtype in (torch.float32, torch.float64):
         x = 100 * prompts(3, dtype=dtype)
         got = Cpu(model.to(dtype))(x, n_loops=2)
-        want = looped.solve(model.to(dtype), x, n_loops=1).y.numpy()
+        want = eager(model.to(dtype), x, n_loops=1).y.numpy()
         assert np.isfinite(got["y"]).all()
         np.testing.assert_allclose(Cpu(model.to(dtype))(x, n_loops=1)["y"], want, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
@@ -475,8 +478,8 @@ def test_a_state_goes_from_one_backend_to_the_other(mode):
     model, x, options = icl_model(std=0.12), prompts(4), dict(mode)
     depth = options.pop("depth", 0)
     options |= dict(accelerate=looped.Anderson(depth) if depth else None)
-    half = looped.solve(model, x, n_loops=4, **options).state
-    want = looped.solve(model, x, n_loops=30, state=half, **options)
+    half = eager(model, x, n_loops=4, **options).state
+    want = eager(model, x, n_loops=30, state=half, **options)
     memory = {name: tensor.numpy() for name, tensor in half.memory.items()}
     got = Cpu(model)(x, n_loops=30, state=half.y, memory=memory, **mode)
     np.testing.assert_allclose(got["y"], want.y.numpy(), atol=1e-7)
@@ -488,8 +491,8 @@ def test_a_state_goes_from_one_backend_to_the_other(mode):
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
 def test_a_state_resumes_under_another_rule_with_new_counters(before, scope):
     model, x, rule = icl_model(std=0.1), prompts(4), Contraction(tol=1e-4, scope=scope)
-    half = looped.solve(model, x, n_loops=7, **before).state
-    want = looped.solve(model, x, n_loops=60, exit=rule, state=half)
+    half = eager(model, x, n_loops=7, **before).state
+    want = eager(model, x, n_loops=60, exit=rule, state=half)
     kept = {name: half.memory[name].numpy() for name in ("t", "done", "status", "residual", "Y") if name in half.memory}
     got = Cpu(model)(x, n_loops=60, exit=rule, state=half.y, memory=kept)
     np.testing.assert_array_equal(got["memory"]["t"], want.n_loops.numpy())
