@@ -35,7 +35,7 @@ Value choice(const py::dict& values, const char* key, std::initializer_list<std:
 }
 
 Shape shape_of(const py::dict& config) {
-    using block::Activation, block::Inject, block::InputKind, block::LoopNorm;
+    using block::Activation, block::Inject, block::InputKind, block::LoopNorm, block::Norm;
     const auto size = [&](const char* key) { return config[key].cast<size_t>(); };
     Shape shape;
     shape.d_model = size("d_model");
@@ -45,8 +45,12 @@ Shape shape_of(const py::dict& config) {
     shape.n_prelude = size("n_prelude");
     shape.n_core = size("n_core");
     shape.n_coda = size("n_coda");
-    shape.activation = choice<Activation>(config, "activation", {{"gelu_tanh", Activation::gelu_tanh}, {"relu", Activation::relu}});
-    shape.has_norm = choice<bool>(config, "norm_kind", {{"layernorm", true}, {"none", false}});
+    shape.activation = choice<Activation>(config, "activation",
+                                          {{"gelu_tanh", Activation::gelu_tanh},
+                                           {"gelu", Activation::gelu},
+                                           {"relu", Activation::relu},
+                                           {"silu_gated", Activation::silu_gated}});
+    shape.norm = choice<Norm>(config, "norm_kind", {{"layernorm", Norm::layernorm}, {"rms", Norm::rms}, {"none", Norm::none}});
     shape.norm_eps = config["norm_eps"].cast<double>();
     shape.has_bias = config["bias"].cast<bool>();
     shape.is_causal = choice<bool>(config, "mask_kind", {{"causal", true}, {"full", false}});

@@ -327,7 +327,7 @@ def test_a_transformers_folder_is_read_without_its_config(tmp_path: Any, weights
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({"scale_attn_weights": False}, "scale_attn_weights"),
         ({"n_head": 5}, "does not divide by n_heads 5"),
-        ({"activation_function": "gelu"}, r"the activation gelu, .*pass activation="),
+        ({"activation_function": "silu"}, r"the activation silu, .*gelu_tanh, gelu, relu, silu_gated; pass activation="),
     ],
 )
 def test_a_transformers_config_that_we_do_not_compute_is_ignored(tmp_path: Any, declared: dict[str, Any], message: str) -> None:
@@ -370,11 +370,28 @@ def test_a_nanogpt_file_is_refused_or_its_arguments_ignored(tmp_path: Any, make_
 
 def test_nanogpt_activation_is_guessed(tmp_path: Any, make_case: Callable[[str], Case]) -> None:
     nanogpt_file(make_case("nanogpt"), tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=r"no record of its activation .*gelu_tanh, relu.*within 5e-4 of the exact GELU"):
+    with pytest.raises(ValueError, match=r'no record of its activation; pass activation=.*"gelu" for .*"gelu_tanh" for'):
         load_checkpoint(tmp_path / "ckpt.pt")
 
 
-def test_the_tanh_gelu_is_further_from_the_exact_one_than_the_error_says() -> None:
+def test_the_exact_gelu_of_todays_nanogpt_is_approximated() -> None:
+    oracle = hf_gpt2(2, activation_function="gelu")
+    with torch.no_grad():
+        case = Case(as_linear(oracle.state_dict()), IDS, oracle(IDS).logits)
+    assert error_of(load_checkpoint(case.state, n_heads=N_HEADS, activation="gelu"), case) < TOLERANCE
+    assert error_of(load_checkpoint(case.state, n_heads=N_HEADS, activation="gelu_tanh"), case) > 2 * TOLERANCE
+
+
+def test_a_transformers_folder_with_the_exact_gelu_is_refused(tmp_path: Any) -> None:
+    oracle = hf_gpt2(2, activation_function="gelu")
+    oracle.save_pretrained(tmp_path)
+    model = load_checkpoint(tmp_path)
+    assert model.config.activation == "gelu"
+    with torch.no_grad():
+        assert error_of(model, Case({}, IDS, oracle(IDS).logits)) < TOLERANCE
+
+
+def test_the_tanh_gelu_is_further_from_the_exact_one_than_the_documentation_says() -> None:
     x = torch.linspace(-8, 8, 100001, dtype=torch.float64)
     deviation = (nn.functional.gelu(x) - nn.functional.gelu(x, approximate="tanh")).abs().max()
     assert 4e-4 < deviation < 5e-4
@@ -568,6 +585,7 @@ CONFIGS = {
     "icl": icl_config(n_dims=N_DIMS, n_points=5, d_model=D_MODEL, n_heads=N_HEADS, n_loops=3),
     "classes": icl_config(n_dims=3, n_points=5, d_model=24, n_heads=3, readout="classes", n_classes=2, bias=False),
     "gpt2": gpt2_config(VOCAB_SIZE, N_POSITIONS, D_MODEL, N_HEADS, 2, n_prelude=1, n_coda=2, tie_readout=False),
+    "llama": icl_config(n_dims=3, n_points=5, d_model=24, n_heads=3, norm_kind="rms", activation="silu_gated", d_ff=20),
     "states": LoopedConfig(
         input_kind="states",
         readout="none",

@@ -1,6 +1,7 @@
 """The C++ engine against the eager one: the same numbers, counts and statuses, and the promises of every fused backend."""
 
 import dataclasses
+import functools
 import json
 import math
 import multiprocessing
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,8 @@ from looped.exits import PRECISION_OF, ROUNDING_LEVEL, Absolute, Contraction, Ex
 from looped.loop import Status
 
 _engine = pytest.importorskip("looped._engine", reason="the C++ engine is not built")
+
+eager = functools.partial(looped.solve, backend="eager")  # the truth; the default would be the engine itself
 
 CORE_FP64 = 1e-9  # one formula in float64 with sums in another order and folded norms, over tens of loops
 
@@ -65,10 +69,9 @@ class Cpu:
 def assert_agrees(model, x, lengths=None, exit=None, n_loops=40, on_stall="ignore", depth=0, state=None, tol=CORE_FP64):
     """One call on both engines: states, predictions, counts, statuses, residuals and memory."""
     got = Cpu(model)(x, lengths, exit, n_loops, on_stall, depth, state, return_predictions=True)
-    want = looped.solve(
+    want = eager(
         model,
         x,
-        backend="eager",
         lengths=lengths,
         exit=exit,
         n_loops=n_loops,
@@ -172,6 +175,13 @@ VARIANTS = {
     "twin": dict(inject="none", state_init="embedding"),
     "full mask": dict(mask_kind="full"),
     "relu": dict(activation="relu"),
+    "exact gelu": dict(activation="gelu"),
+    "gated": dict(activation="silu_gated"),
+    "gated, odd widths": dict(activation="silu_gated", d_ff=19, bias=False),
+    "rms": dict(norm_kind="rms"),
+    "rms once": dict(norm_kind="rms", loop_norm="once", n_coda=1),
+    "rms without final norm": dict(norm_kind="rms", loop_norm="none"),
+    "llama": dict(norm_kind="rms", activation="silu_gated", bias=False, d_ff=40, norm_eps=1e-2, n_prelude=1, n_core=2),
     "no norm": dict(norm_kind="none", loop_norm="none"),
     "no bias": dict(bias=False),
     "norm once": dict(loop_norm="once"),
@@ -245,9 +255,11 @@ def test_embedding_agrees_and_never_reads_padding(changes):
     d_ff=st.sampled_from([1, 7, 32, 65]),
     T=st.integers(1, 45),
     mask=st.sampled_from(["causal", "full"]),
+    activation=st.sampled_from(looped.config.CHOICES["activation"]),
+    norm=st.sampled_from(["layernorm", "rms"]),
     seed=st.integers(0, 3),
 )
-def test_odd_shapes_agree(heads, head_dim, C, d_ff, T, mask, seed):
+def test_odd_shapes_agree(heads, head_dim, C, d_ff, T, mask, activation, norm, seed):
     model = looped.LoopedTransformer(
         looped.LoopedConfig(
             input_kind="states",
@@ -259,6 +271,8 @@ def test_odd_shapes_agree(heads, head_dim, C, d_ff, T, mask, seed):
             d_ff=d_ff,
             n_positions=T,
             mask_kind=mask,
+            activation=activation,
+            norm_kind=norm,
         )
     )
     model = random_weights(model, std=0.2, seed=seed)
@@ -269,14 +283,18 @@ def test_odd_shapes_agree(heads, head_dim, C, d_ff, T, mask, seed):
 # float32 keeps its promise ---------------------------------------------------------------------------------------------
 
 
+KINDS = [dict(), dict(activation="gelu"), dict(norm_kind="rms", activation="silu_gated"), dict(norm_kind="rms")]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("n_loops", [1, 2, 20])
 @pytest.mark.parametrize(("C", "H", "T"), [(64, 4, 22), (128, 4, 41), (256, 8, 41), (48, 3, 35), (20, 4, 7)])
-def test_float32_is_as_exact_as_promised(C, H, T, n_loops):
-    truth = icl_model(std=0.05, d_model=C, n_heads=H, n_points=50)
+def test_float32_is_as_exact_as_promised(C, H, T, n_loops, kinds):
+    truth = icl_model(std=0.05, d_model=C, n_heads=H, n_points=50, **kinds)
     x = prompts(2, T)
-    want = looped.solve(truth, x, n_loops=n_loops, backend="eager").y
+    want = eager(truth, x, n_loops=n_loops).y
     single = truth.float()
-    plain = looped.solve(single, x.float(), n_loops=n_loops, backend="eager").y.double()
+    plain = eager(single, x.float(), n_loops=n_loops).y.double()
     got = torch.from_numpy(Cpu(single)(x.float(), n_loops=n_loops)["y"]).double()
     limit = max(FP32, 2 * ((plain - want).norm() / want.norm()).item())
     assert ((got - want).norm() / want.norm()).item() <= limit
@@ -288,9 +306,71 @@ def test_float32_counts_agree():
         x = prompts(6, seed=seed).float()
         for rule in (Contraction(tol=1e-3), Contraction(tol=1e-3, scope="prefix"), Relative(tol=1e-3)):
             got = Cpu(model)(x, exit=rule, n_loops=60)
-            want = looped.solve(model, x, exit=rule, n_loops=60, backend="eager")
+            want = eager(model, x, exit=rule, n_loops=60)
             np.testing.assert_array_equal(got["memory"]["status"], want.status.numpy())
             np.testing.assert_array_equal(got["memory"]["t"], want.n_loops.numpy())
+
+
+def activated(activation, x, shift=0.0):
+    """The engine's activation of every number of the vector x + shift: the MLP of a layer alone, channel 0 to channel 1."""
+
+    def weights(model):
+        mlp = model.core[0].mlp
+        mlp.fc.weight[0, 0] = 4.0
+        mlp.fc.bias[0] = shift
+        mlp.fc.bias[1:] = 1.0  # up, where there are gates
+        mlp.proj.weight[1, 0] = 1.0
+
+    # Infinities and NaN come about in the MLP: in the state they would reach the attention, and 0 times either is NaN.
+    model = states_model(weights, d_model=2, d_ff=1, activation=activation, inject="none", state_init="given", n_loops=1)
+    state = torch.zeros(-(-len(x) // 32), 32, 2, dtype=x.dtype)
+    state.view(-1, 2)[: len(x), 0] = (x / 4).clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
+    y = Cpu(model.to(x.dtype))(torch.zeros_like(state), state=state)["y"]
+    return torch.from_numpy(y)[..., 1].reshape(-1)[: len(x)]
+
+
+ACTIVATION_FORMULAS = {
+    "gelu": lambda x: x * mpmath.ncdf(x),
+    "gelu_tanh": lambda x: x * (1 + mpmath.tanh(mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3))) / 2,
+    "silu_gated": lambda x: x / (1 + mpmath.exp(-x)),
+    "relu": lambda x: max(x, mpmath.mpf(0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ACTIVATION_FORMULAS)
+def test_activations_are_exact_to_a_few_units(name, dtype):
+    generator = torch.Generator().manual_seed(3)
+    kept = 12.5 if dtype == torch.float32 else 37.0  # beyond, the exact GELU of -x is no normal number
+    x = torch.cat(
+        [
+            torch.linspace(-kept, kept, 1501, dtype=torch.float64),
+            torch.randn(500, generator=generator, dtype=torch.float64),
+            *(s * 2 ** (-80 * torch.rand(250, generator=generator, dtype=torch.float64)) for s in (-1, 1)),
+        ]
+    ).to(dtype)
+    if name == "gelu_tanh":  # its argument is rounded before the exponential: exact in the absolute, not far out on the left
+        x = x[x > -2]
+    got = activated(name, x).double()
+    with mpmath.workdps(60):
+        want = [ACTIVATION_FORMULAS[name](mpmath.mpf(value)) for value in x.tolist()]
+        error = [abs((mpmath.mpf(g) - w) / w) if w else abs(g) for g, w in zip(got.tolist(), want, strict=True)]
+    limit = {"gelu": 3.8, "silu_gated": 2.4, "gelu_tanh": 8.0, "relu": 0.0}[name]
+    assert max(error) <= limit * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ACTIVATION_FORMULAS)
+def test_activations_far_out_are_their_argument_or_zero(name, dtype):
+    most = torch.finfo(dtype).max
+    far = [40.0, 90.0, 800.0, 1e4, 1e10, 1e19, 1e20, 1e35, 3e38, most / 2, most, math.inf]
+    x = torch.tensor(far, dtype=dtype)
+    assert torch.equal(activated(name, x), x)
+    left = activated(name, -x)
+    assert (left[3:] == 0).all()
+    assert (left[:3].abs() < 1e-15).all()
+    assert activated(name, torch.tensor([0.0, -0.0], dtype=dtype)).tolist() == [0.0, 0.0]
+    assert activated(name, x[:3], shift=math.nan).isnan().all()
 
 
 def test_extreme_activations_stay_finite():
@@ -298,7 +378,7 @@ def test_extreme_activations_stay_finite():
     for dtype in (torch.float32, torch.float64):
         x = 100 * prompts(3, dtype=dtype)
         got = Cpu(model.to(dtype))(x, n_loops=2)
-        want = looped.solve(model.to(dtype), x, n_loops=1, backend="eager").y.numpy()
+        want = eager(model.to(dtype), x, n_loops=1).y.numpy()
         assert np.isfinite(got["y"]).all()
         np.testing.assert_allclose(Cpu(model.to(dtype))(x, n_loops=1)["y"], want, atol=1e-4 if dtype == torch.float32 else 1e-9)
 
@@ -320,10 +400,11 @@ def bits(result, i, length):
     return [np.ascontiguousarray(part).tobytes() for part in parts]
 
 
+@pytest.mark.parametrize("kinds", [dict(), dict(norm_kind="rms", activation="silu_gated", d_ff=37), dict(activation="gelu")])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_prompts_bits_do_not_depend_on_its_batch(mode, dtype):
-    cpu = Cpu(icl_model(std=0.1, dtype=dtype, d_model=24, n_heads=3, n_points=40))
+def test_a_prompts_bits_do_not_depend_on_its_batch(mode, dtype, kinds):
+    cpu = Cpu(icl_model(std=0.1, dtype=dtype, d_model=24, n_heads=3, n_points=40, **kinds))
     lengths = [7, 1, 33, 64, 2, 0, 33, 50, 14, 15]
     x = prompts(len(lengths), 64, dtype=dtype)
     alone = [bits(cpu(x[i : i + 1, : max(1, n)], [n], n_loops=30, **mode), 0, n) for i, n in enumerate(lengths)]
@@ -393,9 +474,9 @@ def test_resuming_gives_the_same_bits(mode):
 def test_a_state_goes_from_one_backend_to_the_other(mode):
     model, x, options = icl_model(std=0.12), prompts(4), dict(mode)
     depth = options.pop("depth", 0)
-    options |= dict(accelerate=looped.Anderson(depth) if depth else None, backend="eager")
-    half = looped.solve(model, x, n_loops=4, **options).state
-    want = looped.solve(model, x, n_loops=30, state=half, **options)
+    options |= dict(accelerate=looped.Anderson(depth) if depth else None)
+    half = eager(model, x, n_loops=4, **options).state
+    want = eager(model, x, n_loops=30, state=half, **options)
     memory = {name: tensor.numpy() for name, tensor in half.memory.items()}
     got = Cpu(model)(x, n_loops=30, state=half.y, memory=memory, **mode)
     np.testing.assert_allclose(got["y"], want.y.numpy(), atol=1e-7)
@@ -407,8 +488,8 @@ def test_a_state_goes_from_one_backend_to_the_other(mode):
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])
 def test_a_state_resumes_under_another_rule_with_new_counters(before, scope):
     model, x, rule = icl_model(std=0.1), prompts(4), Contraction(tol=1e-4, scope=scope)
-    half = looped.solve(model, x, n_loops=7, backend="eager", **before).state
-    want = looped.solve(model, x, n_loops=60, exit=rule, state=half, backend="eager")
+    half = eager(model, x, n_loops=7, **before).state
+    want = eager(model, x, n_loops=60, exit=rule, state=half)
     kept = {name: half.memory[name].numpy() for name in ("t", "done", "status", "residual", "Y") if name in half.memory}
     got = Cpu(model)(x, n_loops=60, exit=rule, state=half.y, memory=kept)
     np.testing.assert_array_equal(got["memory"]["t"], want.n_loops.numpy())
@@ -471,8 +552,16 @@ for C, H, hd, T in ((20, 4, 5, 7), (64, 4, 16, 33), (33, 2, 48, 40), (3, 1, 3, 1
     for mask in ("causal", "full"):
         model = icl_model(std=0.1, d_model=C, n_heads=H, head_dim=hd, n_points=40, mask_kind=mask)
         assert_agrees(model, prompts(3, T), [T, T - 1, 0], Contraction(tol=1e-4))
-        test_float32_is_as_exact_as_promised(C, 1, T, 20)
-for mode in MODES: test_a_prompts_bits_do_not_depend_on_its_batch(mode, torch.float32)
+        test_float32_is_as_exact_as_promised(C, 1, T, 20, {})
+    for kinds in KINDS:
+        model = icl_model(std=0.1, d_model=C, n_heads=H, head_dim=hd, n_points=40, d_ff=4 * C + 1, **kinds)
+        assert_agrees(model, prompts(3, T), [T, T - 1, 0], Contraction(tol=1e-4))
+for dtype in (torch.float32, torch.float64):
+    for name in ACTIVATION_FORMULAS:
+        test_activations_are_exact_to_a_few_units(name, dtype)
+        test_activations_far_out_are_their_argument_or_zero(name, dtype)
+for mode in MODES: test_a_prompts_bits_do_not_depend_on_its_batch(mode, torch.float32, {})
+for kinds in KINDS: test_a_prompts_bits_do_not_depend_on_its_batch(MODES[1], torch.float32, kinds)
 test_a_prompt_that_is_not_finite_leaves_its_neighbours_alone(MODES[0], math.nan)
 test_extreme_activations_stay_finite()
 """

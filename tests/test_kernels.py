@@ -141,6 +141,8 @@ def test_normalize(width, dtype):
         out = empty(n_rows, width, dtype)
         kernels.normalize(kernels.matrix(x), out, 1e-5, gain, shift)
         assert_close(out.array, want * gain + shift, dtype, 30 * width)
+        kernels.normalize(kernels.matrix(x), out, 1e-5, gain, norm="rms")
+        assert_close(out.array, exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5) * gain, dtype, 30 * width)
 
 
 @both

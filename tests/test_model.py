@@ -6,7 +6,9 @@ import pytest
 import torch
 from models import icl_model, random_weights
 from tolerances import FP64
-from transformers import GPT2Config, GPT2Model
+from torch import nn
+from transformers import GPT2Config, GPT2Model, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import looped
 from looped.model import loop_count
@@ -22,7 +24,7 @@ def gpt2_twin(model):
             n_embd=config.d_model,
             n_layer=config.n_core,
             n_head=config.n_heads,
-            activation_function="gelu_new" if config.activation == "gelu_tanh" else "relu",
+            activation_function={"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}[config.activation],
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
@@ -47,7 +49,7 @@ def gpt2_twin(model):
 @pytest.mark.parametrize("n_core", [1, 2])
 @pytest.mark.parametrize("n_loops", [1, 2, 20])
 @pytest.mark.parametrize("inject", ["add", "mul", "none"])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu"])
 def test_looping_gpt2_over_state_and_embeddings(n_core, n_loops, inject, activation):
     init = {"add": "zeros", "mul": "ones", "none": "embedding"}[inject]
     model = icl_model(std=0.2, n_core=n_core, inject=inject, state_init=init, activation=activation)
@@ -64,6 +66,52 @@ def test_looping_gpt2_over_state_and_embeddings(n_core, n_loops, inject, activat
     torch.testing.assert_close(result.y, state, rtol=FP64, atol=FP64)
     torch.testing.assert_close(result.prediction, expected, rtol=FP64, atol=FP64)
     torch.testing.assert_close(model(x, n_loops=n_loops).detach(), expected, rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("loop_norm", ["each", "once"])
+def test_rms_norm_and_gated_mlp_are_llamas(bias, loop_norm):
+    model = icl_model(
+        std=0.2, norm_kind="rms", norm_eps=0.1, activation="silu_gated", d_ff=20, n_core=2, bias=bias, loop_norm=loop_norm
+    )
+    config = LlamaConfig(hidden_size=16, num_attention_heads=2, intermediate_size=20, hidden_act="silu", mlp_bias=bias)
+
+    def norm(gain):
+        layer = nn.RMSNorm(16, eps=0.1).double()
+        layer.load_state_dict({"weight": gain.weight})
+        return layer
+
+    def mlp(ours):
+        layer = LlamaMLP(config).double()
+        kinds = ("weight", "bias") if bias else ("weight",)
+        state = {f"gate_proj.{kind}": getattr(ours.fc, kind)[:20] for kind in kinds}
+        state |= {f"up_proj.{kind}": getattr(ours.fc, kind)[20:] for kind in kinds}
+        layer.load_state_dict(state | {f"down_proj.{kind}": getattr(ours.proj, kind) for kind in kinds})
+        return layer
+
+    x = torch.randn(3, 9, 3, dtype=torch.float64)
+    with torch.no_grad():
+        embeds = model.read_in(x)
+        state = torch.zeros_like(embeds)
+        for _ in range(3):
+            state = state + embeds + model.positions.weight[:9]
+            for block in model.core:
+                state = state + block.attn(norm(block.norm_1)(state))
+                state = state + mlp(block.mlp)(norm(block.norm_2)(state))
+            if loop_norm == "each":
+                state = norm(model.final_norm)(state)
+        read = state if loop_norm == "each" else norm(model.final_norm)(state)
+    result = looped.solve(model, x, n_loops=3, backend="eager")
+    torch.testing.assert_close(result.y, state, rtol=FP64, atol=FP64)
+    torch.testing.assert_close(result.prediction, model.read_out(read)[:, ::2, 0].detach(), rtol=FP64, atol=FP64)
+
+
+def test_rms_norm_divides_by_the_root_of_the_mean_square_and_eps():
+    model = icl_model(norm_kind="rms", norm_eps=0.5)
+    norm, x = model.core[0].norm_1, torch.randn(5, 16, dtype=torch.float64)
+    expected = x / (x.square().mean(dim=1, keepdim=True) + 0.5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected, rtol=FP64, atol=FP64)
+    assert [name for name, _ in norm.named_parameters()] == ["weight"]
 
 
 def test_prelude_core_and_coda_are_layers_of_one_stack():
@@ -165,6 +213,12 @@ def test_initial_weights_follow_gpt2():
     assert model.core[3].mlp.proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
     assert not model.core[0].mlp.fc.bias.any()
     assert model.read_in.weight.abs().max().item() == pytest.approx(1 / math.sqrt(20), rel=0.02)
+    gated = looped.LoopedTransformer(looped.icl_config(norm_kind="rms", activation="silu_gated")).core[0]
+    assert gated.mlp.fc.weight.shape == (2048, 256)
+    for rows in gated.mlp.fc.weight.split(1024):
+        assert rows.std().item() == pytest.approx(0.02, rel=0.02)
+    assert not gated.mlp.fc.bias.any()
+    assert (gated.norm_2.weight == 1).all()
     one = looped.LoopedTransformer(looped.icl_config())
     assert sum(p.numel() for p in one.parameters()) == 847_873  # the published model
 
@@ -172,6 +226,8 @@ def test_initial_weights_follow_gpt2():
 def test_configuration_errors_name_the_way_out():
     cases = [
         (dict(inject="ad"), "inject='ad' is not one of add, mul, none"),
+        (dict(activation="silu"), "activation='silu' is not one of gelu_tanh, gelu, relu, silu_gated"),
+        (dict(norm_kind="rmsnorm"), "norm_kind='rmsnorm' is not one of layernorm, rms, none"),
         (dict(n_heads=5), "give head_dim"),
         (dict(n_dims=None), "needs n_dims"),
         (dict(readout="classes"), "needs n_classes"),

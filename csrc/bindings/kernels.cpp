@@ -66,9 +66,9 @@ block::PackedMatrix<T> pack(const py::array_t<T, py::array::c_style>& weight, co
 template <class T>
 void product(const Buffer<T>& a, const block::PackedMatrix<T>& w, const Buffer<T>& out, const std::string& activation, bool adds_to_out) {
     const std::pair<const char*, Activation> known[] = {
-        {"none", Activation::none}, {"relu", Activation::relu}, {"gelu_tanh", Activation::gelu_tanh}};
+        {"none", Activation::none}, {"relu", Activation::relu}, {"gelu_tanh", Activation::gelu_tanh}, {"gelu", Activation::gelu}};
     const auto* found = std::ranges::find(known, activation, [](const auto& entry) { return std::string(entry.first); });
-    if (found == std::end(known)) refuse("kernels.product: activation='" + activation + "' is not one of none, relu, gelu_tanh");
+    if (found == std::end(known)) refuse("kernels.product: activation='" + activation + "' is not one of none, relu, gelu_tanh, gelu");
     if (adds_to_out && found->second != Activation::none) refuse("kernels.product: adds_to_out goes with activation='none'");
     check_shape("kernels.product: a", a, a.n_rows, w.n_in);
     check_shape("kernels.product: out", out, a.n_rows, w.n_out);
@@ -104,10 +104,15 @@ void attend(const Buffer<T>& qkv, const Buffer<T>& out, const Buffer<T>& keys, c
 }
 
 template <class T>
-void normalize(const Buffer<T>& x, const Buffer<T>& out, double eps, const py::object& gain, const py::object& shift) {
-    if (gain.is_none() != shift.is_none()) refuse("kernels.normalize: gain and shift go together");
+void normalize(const Buffer<T>& x, const Buffer<T>& out, double eps, const py::object& gain, const py::object& shift,
+               const std::string& norm) {
+    if (norm != "layernorm" && norm != "rms") refuse("kernels.normalize: norm='" + norm + "' is not one of layernorm, rms");
+    const bool has_shift = norm == "layernorm";
+    if (has_shift ? gain.is_none() != shift.is_none() : !shift.is_none()) {
+        refuse(has_shift ? "kernels.normalize: gain and shift go together" : "kernels.normalize: norm='rms' has no shift");
+    }
     check_shape("kernels.normalize: out", out, x.n_rows, x.matrix.width);
-    simd::kernels<T>().normalize(x.rows(), out.rows(), T(eps), vector_of<T>(gain, "kernels.normalize: gain", x.matrix.width).data(),
+    simd::kernels<T>().normalize(has_shift ? block::Norm::layernorm : block::Norm::rms, x.rows(), out.rows(), T(eps), vector_of<T>(gain, "kernels.normalize: gain", x.matrix.width).data(),
                                  vector_of<T>(shift, "kernels.normalize: shift", x.matrix.width).data());
 }
 
@@ -153,7 +158,7 @@ void add_kernels_of(py::module_& module, const std::string& suffix) {
     module.def("attend", &attend<T>, py::arg("qkv"), py::arg("out"), py::arg("keys"), py::arg("scores"), py::arg("n_heads"),
                py::arg("first") = 0, py::arg("is_causal") = true);
     module.def("normalize", &normalize<T>, py::arg("x"), py::arg("out"), py::arg("eps"), py::arg("gain") = py::none(),
-               py::arg("shift") = py::none());
+               py::arg("shift") = py::none(), py::arg("norm") = "layernorm");
     module.def("inject", &inject<T>, py::arg("how"), py::arg("state"), py::arg("signal"), py::arg("positions"), py::arg("out"));
     module.def("squares", &squares<T>, py::arg("a"), py::arg("b"));
 }

@@ -49,9 +49,9 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
 template <class T>
 Rows<const T> Forward<T>::normed(Rows<T> x, Share share) const noexcept {
     const Rows<T> own = x.between(share.begin, share.end);
-    if (!model_.shape.has_norm) return own;
+    if (model_.shape.norm == Norm::none) return own;
     const Rows<T> out = normed_.rows(x.n_rows).between(share.begin, share.end);
-    model_.kernels->normalize(own, out, T(model_.shape.norm_eps), nullptr, nullptr);
+    model_.kernels->normalize(model_.shape.norm, own, out, T(model_.shape.norm_eps), nullptr, nullptr);
     return out;
 }
 
@@ -116,7 +116,7 @@ template <class T>
 void Forward<T>::normalize_image(Rows<T> image, Share share) const noexcept {
     if (model_.shape.loop_norm != LoopNorm::each) return;
     const Rows<T> own = image.between(share.begin, share.end);
-    model_.kernels->normalize(own, own, T(model_.shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+    model_.kernels->normalize(model_.shape.norm, own, own, T(model_.shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
 }
 
 template <class T>
@@ -141,7 +141,7 @@ void Forward<T>::read_rows(Rows<const T> state, std::span<T> prediction, Share s
     Rows<const T> places = Rows<const T>{state.first, n_read, state.width, state.stride * shape.read_stride}.between(share.begin, share.end);
     if (shape.loop_norm == LoopNorm::once) {
         const Rows<T> out = normed_.rows(n_read).between(share.begin, share.end);
-        model_.kernels->normalize(places, out, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+        model_.kernels->normalize(shape.norm, places, out, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
         places = out;
     }
     if (shape.readout_width) {

@@ -12,19 +12,22 @@
 
 namespace looped::block {
 
-enum class Activation : std::uint8_t { none, relu, gelu_tanh };
+// silu_gated takes two columns to one, silu(gate) up; the others act on each.
+enum class Activation : std::uint8_t { none, relu, gelu_tanh, gelu, silu_gated };
+enum class Norm : std::uint8_t { none, layernorm, rms };
 enum class Inject : std::uint8_t { add, mul, none };
 
 // Columns that a kernel may write, or read, beyond the last one: strides leave room for them.
 constexpr size_t widest_panel = 32;
 
-// out = activation(a W' + bias), or out += a W' + bias.
+// out = activation(a W' + bias), or out += a W' + bias. For silu_gated each panel is half a panel of gates and then, in their order,
+// the columns that these let through: half as many columns of `out`.
 template <class T>
 struct Product {
     Rows<const T> a;         // [M, K]
     const T* panels;         // W in panels of `panel` columns, each [K, panel], zeros beyond the last column
     const T* bias;           // zeros beyond the last column
-    size_t n_columns;        // N
+    size_t n_columns;        // N, whole panels for silu_gated
     Rows<T> out;             // [M, N]; the columns up to the panel's end are written too
     bool adds_to_out;
     Activation activation;
@@ -55,8 +58,9 @@ struct Kernels {
     void (*product)(const Product<T>&) noexcept;
     void (*attend)(const Attention<T>&) noexcept;
 
-    // out = (x - mean) / sqrt(variance + eps), then * gain + shift where these are given. Two passes.
-    void (*normalize)(Rows<const T> x, Rows<T> out, T eps, const T* gain, const T* shift) noexcept;
+    // layernorm: out = (x - mean) / sqrt(variance + eps), in two passes. rms: out = x / sqrt(mean of squares + eps). Then * gain
+    // and + shift, each where it is given.
+    void (*normalize)(Norm how, Rows<const T> x, Rows<T> out, T eps, const T* gain, const T* shift) noexcept;
 
     // x = inject(state, signal) + positions; columns beyond the width are zero. `positions` may be empty.
     void (*inject)(Inject how, Rows<const T> state, Rows<const T> signal, Rows<const T> positions, Rows<T> x) noexcept;

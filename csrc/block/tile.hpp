@@ -20,8 +20,15 @@ struct Tile {
     const T* bias = nullptr;       // added to every row
     const T* row_scale = nullptr;  // or: multiplies row r
     bool adds_to_out = false;
-    Activation activation = Activation::none;
+    Activation activation = Activation::none;  // silu_gated is left to `product`
 };
+
+template <class V, Activation activation>
+LOOPED_INLINE V activated(V x) {
+    if constexpr (activation == Activation::relu) return simd::relu(x);
+    if constexpr (activation == Activation::gelu_tanh) return simd::gelu_tanh(x);
+    if constexpr (activation == Activation::gelu) return simd::gelu(x);
+}
 
 template <class V, int n_rows, int n_vectors, Activation activation>
 LOOPED_INLINE void activate(const Tile<typename V::Scalar>& tile) {
@@ -29,8 +36,7 @@ LOOPED_INLINE void activate(const Tile<typename V::Scalar>& tile) {
     for (int r = 0; r < n_rows; ++r) {
         auto* out = tile.out + r * tile.out_stride;
         simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) {
-            V x = V::load(out + c * V::width);
-            (activation == Activation::relu ? simd::relu(x) : simd::gelu_tanh(x)).store(out + c * V::width);
+            activated<V, activation>(V::load(out + c * V::width)).store(out + c * V::width);
         });
     }
 }
@@ -79,6 +85,7 @@ void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
         } else {
             store([&](V x, auto, auto c, const T*) __attribute__((always_inline)) { return x + bias[c]; });
             if (tile.activation == Activation::gelu_tanh) activate<V, n_rows, n_vectors, Activation::gelu_tanh>(tile);
+            if (tile.activation == Activation::gelu) activate<V, n_rows, n_vectors, Activation::gelu>(tile);
             if (tile.activation == Activation::relu) activate<V, n_rows, n_vectors, Activation::relu>(tile);
         }
     }
@@ -103,27 +110,42 @@ LOOPED_INLINE void for_row_tiles(size_t n_rows, Body&& body) {
     }
 }
 
+// Two columns to one, from a tile that is still in L1.
+template <class V>
+void gate_units(Rows<const typename V::Scalar> gates_and_units, Rows<typename V::Scalar> out) noexcept {
+    for (size_t r = 0; r < gates_and_units.n_rows; ++r) {
+        const auto* gate = gates_and_units.row(r);
+        (simd::silu(V::load(gate)) * V::load(gate + V::width)).store(out.row(r));
+    }
+}
+
 template <class V>
 void product(const Product<typename V::Scalar>& job) noexcept {
+    using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
     const size_t depth = job.a.width;
     Lookout lookout(job.stop);
+    const bool is_gated = job.activation == Activation::silu_gated;
+    alignas(64) T gates_and_units[V::tile_rows * panel];
     for (size_t column = 0; column < job.n_columns; column += panel) {
         const bool is_narrow = job.n_columns - column <= size_t(V::width);
         for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
-            const Tile<typename V::Scalar> tile{
+            const Rows<T> out = is_gated ? Rows<T>{gates_and_units, rows, panel, panel}
+                                         : Rows<T>{job.out.row(first) + column, rows, panel, job.out.stride};
+            const Tile<T> tile{
                 .a = job.a.row(first),
                 .a_stride = job.a.stride,
                 .b = job.panels + column * depth,
                 .b_stride = panel,
                 .depth = depth,
-                .out = job.out.row(first) + column,
-                .out_stride = job.out.stride,
+                .out = out.first,
+                .out_stride = out.stride,
                 .bias = job.bias + column,
                 .adds_to_out = job.adds_to_out,
                 .activation = job.activation,
             };
             is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+            if (is_gated) gate_units<V>(out, job.out.from_row(first).from_column(column / 2));
         });
         if (lookout.sees_stop_after(job.a.n_rows * depth * panel)) return;
     }

@@ -27,23 +27,32 @@ LOOPED_INLINE void store_lanes(V x, typename V::Scalar* p, int n) {
 }
 
 // n_rows rows at a time: one row is a chain of dependent sums, and several fill the time it waits.
-template <class V, int n_rows>
+template <class V, Norm how, int n_rows>
 LOOPED_INLINE void normalize_rows(Rows<const typename V::Scalar> x, Rows<typename V::Scalar> out, typename V::Scalar eps,
                                   const typename V::Scalar* gain, const typename V::Scalar* shift) {
     using T = typename V::Scalar;
     using simd::static_for;
     const T width = T(x.width);
-    V sum[n_rows], mean[n_rows], squares[n_rows], scale[n_rows];
-    static_for<n_rows>([&](auto r) __attribute__((always_inline)) { sum[r] = squares[r] = V::zero(); });
-    for_vectors<V>(x.width, [&](size_t j, auto n) __attribute__((always_inline)) {
-        static_for<n_rows>([&](auto r) __attribute__((always_inline)) { sum[r] = sum[r] + load_lanes<V>(x.row(r) + j, n); });
-    });
-    static_for<n_rows>([&](auto r) __attribute__((always_inline)) { mean[r] = V::broadcast(V::sum(sum[r]) / width); });
+    constexpr bool is_centred = how == Norm::layernorm;
+    V mean[n_rows], squares[n_rows], scale[n_rows];
+    static_for<n_rows>([&](auto r) __attribute__((always_inline)) { mean[r] = squares[r] = V::zero(); });
+    if constexpr (is_centred) {
+        V sum[n_rows];
+        static_for<n_rows>([&](auto r) __attribute__((always_inline)) { sum[r] = V::zero(); });
+        for_vectors<V>(x.width, [&](size_t j, auto n) __attribute__((always_inline)) {
+            static_for<n_rows>([&](auto r) __attribute__((always_inline)) { sum[r] = sum[r] + load_lanes<V>(x.row(r) + j, n); });
+        });
+        static_for<n_rows>([&](auto r) __attribute__((always_inline)) { mean[r] = V::broadcast(V::sum(sum[r]) / width); });
+    }
+    const auto apart = [&](size_t j, auto n, auto r) __attribute__((always_inline)) {
+        V value = load_lanes<V>(x.row(r) + j, n);
+        return is_centred ? value - mean[r] : value;
+    };
     for_vectors<V>(x.width, [&](size_t j, auto n) __attribute__((always_inline)) {
         static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
-            V apart = load_lanes<V>(x.row(r) + j, n) - mean[r];
-            if (n != V::width) apart = V::first_n(apart, n, V::zero());
-            squares[r] = V::fma(apart, apart, squares[r]);
+            V value = apart(j, n, r);
+            if (is_centred && n != V::width) value = V::first_n(value, n, V::zero());
+            squares[r] = V::fma(value, value, squares[r]);
         });
     });
     static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
@@ -51,20 +60,31 @@ LOOPED_INLINE void normalize_rows(Rows<const typename V::Scalar> x, Rows<typenam
     });
     for_vectors<V>(x.width, [&](size_t j, auto n) __attribute__((always_inline)) {
         static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
-            V y = (load_lanes<V>(x.row(r) + j, n) - mean[r]) * scale[r];
-            if (gain) y = V::fma(y, load_lanes<V>(gain + j, n), load_lanes<V>(shift + j, n));
+            V y = apart(j, n, r) * scale[r];
+            if (shift) {
+                y = V::fma(y, load_lanes<V>(gain + j, n), load_lanes<V>(shift + j, n));
+            } else if (gain) {
+                y = y * load_lanes<V>(gain + j, n);
+            }
             store_lanes<V>(y, out.row(r) + j, n);
         });
     });
 }
 
-template <class V>
-void normalize(Rows<const typename V::Scalar> x, Rows<typename V::Scalar> out, typename V::Scalar eps,
-               const typename V::Scalar* gain, const typename V::Scalar* shift) noexcept {
+template <class V, Norm how>
+void normalize_all(Rows<const typename V::Scalar> x, Rows<typename V::Scalar> out, typename V::Scalar eps,
+                   const typename V::Scalar* gain, const typename V::Scalar* shift) noexcept {
     constexpr size_t together = 4;
     size_t i = 0;
-    for (; i + together <= x.n_rows; i += together) normalize_rows<V, together>(x.from_row(i), out.from_row(i), eps, gain, shift);
-    for (; i < x.n_rows; ++i) normalize_rows<V, 1>(x.from_row(i), out.from_row(i), eps, gain, shift);
+    for (; i + together <= x.n_rows; i += together) normalize_rows<V, how, together>(x.from_row(i), out.from_row(i), eps, gain, shift);
+    for (; i < x.n_rows; ++i) normalize_rows<V, how, 1>(x.from_row(i), out.from_row(i), eps, gain, shift);
+}
+
+template <class V>
+void normalize(Norm how, Rows<const typename V::Scalar> x, Rows<typename V::Scalar> out, typename V::Scalar eps,
+               const typename V::Scalar* gain, const typename V::Scalar* shift) noexcept {
+    how == Norm::rms ? normalize_all<V, Norm::rms>(x, out, eps, gain, shift)
+                     : normalize_all<V, Norm::layernorm>(x, out, eps, gain, shift);
 }
 
 template <class V>

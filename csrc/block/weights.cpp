@@ -8,23 +8,32 @@
 
 namespace looped::block {
 
+// Where a row of the weight stands among the columns of all panels.
+template <class T>
+size_t column_of(const Linear<T>& linear, size_t row, size_t panel) {
+    if (!linear.n_gated) return row;
+    const size_t half = panel / 2, unit = row % linear.n_gated, is_gate = row < linear.n_gated;
+    return unit / half * panel + (is_gate ? 0 : half) + unit % half;
+}
+
 // (scale W gain) x + scale (W shift + b), folded in double before rounding.
 template <class T>
 PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
-    const size_t n_panels = (linear.n_out + panel - 1) / panel;
-    PackedMatrix<T> packed{linear.n_in, linear.n_out, AlignedArray<T>(n_panels * panel * linear.n_in),
-                           AlignedArray<T>(n_panels * panel)};
+    const size_t n_columns = column_of(linear, linear.n_out - 1, panel) + 1, n_panels = (n_columns + panel - 1) / panel;
+    PackedMatrix<T> packed{linear.n_in, linear.n_gated ? n_panels * panel : linear.n_out,
+                           AlignedArray<T>(n_panels * panel * linear.n_in), AlignedArray<T>(n_panels * panel)};
     for (size_t n = 0; n < linear.n_out; ++n) {
         const double scale = n < linear.n_scaled ? linear.scale : 1.0;
         const auto row = linear.weight.subspan(n * linear.n_in, linear.n_in);
-        T* column = packed.panels.data() + n / panel * panel * linear.n_in + n % panel;
+        const size_t place = column_of(linear, n, panel);
+        T* column = packed.panels.data() + place / panel * panel * linear.n_in + place % panel;
         double bias = linear.bias.empty() ? 0.0 : double(linear.bias[n]);
         for (size_t k = 0; k < linear.n_in; ++k) {
             const double gain = linear.gain.empty() ? 1.0 : double(linear.gain[k]);
             if (!linear.shift.empty()) bias += double(row[k]) * double(linear.shift[k]);
             column[k * panel] = T(double(row[k]) * gain * scale);
         }
-        packed.bias.data()[n] = T(bias * scale);
+        packed.bias.data()[place] = T(bias * scale);
     }
     return packed;
 }
@@ -48,16 +57,16 @@ Layer<T> pack_layer(const Shape& shape, const std::string& prefix, const WeightS
                       .n_out = n_out,
                       .gain = {},
                       .shift = {}};
-        if (shape.has_norm && !norm.empty()) {
-            map.gain = source(prefix + norm + ".weight", n_in, 1);
-            map.shift = source(prefix + norm + ".bias", n_in, 1);
-        }
+        if (shape.norm != Norm::none && !norm.empty()) map.gain = source(prefix + norm + ".weight", n_in, 1);
+        if (shape.has_shift() && !norm.empty()) map.shift = source(prefix + norm + ".bias", n_in, 1);
         return map;
     };
     Linear<T> qkv = linear("attn.qkv", C, 3 * A, "norm_1");
     qkv.n_scaled = A;
     qkv.scale = std::numbers::log2e / std::sqrt(double(shape.head_dim));
-    return {pack(qkv, panel), pack(linear("attn.proj", A, C, ""), panel), pack(linear("mlp.fc", C, shape.d_ff, "norm_2"), panel),
+    Linear<T> fc = linear("mlp.fc", C, (shape.is_gated() ? 2 : 1) * shape.d_ff, "norm_2");
+    fc.n_gated = shape.is_gated() ? shape.d_ff : 0;
+    return {pack(qkv, panel), pack(linear("attn.proj", A, C, ""), panel), pack(fc, panel),
             pack(linear("mlp.proj", shape.d_ff, C, ""), panel)};
 }
 
@@ -87,7 +96,7 @@ Model<T>::Model(const Shape& shape, const WeightSource<T>& source) : shape(shape
     if (shape.has_positions) positions = copy(source("positions.weight", shape.n_positions, C));
     if (shape.loop_norm != LoopNorm::none) {
         final_gain = copy(source("final_norm.weight", C, 1));
-        final_shift = copy(source("final_norm.bias", C, 1));
+        if (shape.has_shift()) final_shift = copy(source("final_norm.bias", C, 1));
     }
     if (shape.readout_width) {
         const size_t n_out = shape.readout_width;

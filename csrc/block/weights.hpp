@@ -19,7 +19,7 @@ struct Shape {
     InputKind input_kind = InputKind::states;
     size_t n_dims = 0, vocab_size = 0;
     Activation activation = Activation::gelu_tanh;
-    bool has_norm = true;
+    Norm norm = Norm::layernorm;
     double norm_eps = 1e-5;
     bool has_bias = true;
     bool is_causal = true;
@@ -34,10 +34,12 @@ struct Shape {
     size_t read_stride = 1;
 
     bool adds_positions_each_loop() const { return has_positions && !adds_positions_once; }
+    bool is_gated() const { return activation == Activation::silu_gated; }
+    bool has_shift() const { return norm == Norm::layernorm; }
     size_t attention_width() const { return n_heads * head_dim; }
     size_t read_width() const { return readout_width ? readout_width : d_model; }
     double operations_per_token(size_t n_layers) const {  // of the matrix products
-        return 2.0 * double(n_layers) * double(d_model) * double(4 * attention_width() + 2 * d_ff);
+        return 2.0 * double(n_layers) * double(d_model) * double(4 * attention_width() + (is_gated() ? 3 : 2) * d_ff);
     }
     size_t n_read(size_t n_tokens) const { return (n_tokens + read_stride - 1) / read_stride; }
 };
@@ -62,6 +64,7 @@ struct Linear {
     std::span<const T> gain, shift;  // of the norm before it, [n_in], or empty
     size_t n_scaled = 0;
     double scale = 1.0;
+    size_t n_gated = 0;  // the first rows are as many gates, the next ones what these let through: half panels in turns
 };
 
 template <class T>
@@ -83,7 +86,7 @@ struct Model {
     PackedMatrix<T> read_in;                  // of features
     AlignedArray<T> embedding;                // of tokens, [vocab_size, C]
     AlignedArray<T> positions;                // [n_positions, C]
-    AlignedArray<T> final_gain, final_shift;  // [C], where there is a final norm
+    AlignedArray<T> final_gain, final_shift;  // [C], where there is a final norm and it has them
     PackedMatrix<T> read_out;
 
     Rows<const T> position_rows() const {

@@ -6,7 +6,7 @@
 
 namespace looped::tests {
 
-using block::Activation, block::Inject, block::InputKind, block::LoopNorm;
+using block::Activation, block::Inject, block::InputKind, block::LoopNorm, block::Norm;
 
 double Dice::roll() {
     state_ ^= state_ << 13;  // xorshift64
@@ -51,11 +51,13 @@ Numbers PlainModel::linear(const std::string& name, const Numbers& x, size_t n_i
 
 Numbers PlainModel::norm(const std::string& name, const Numbers& x) const {
     const size_t C = shape.d_model;
-    const Numbers &gain = weight(name + ".weight", C), &shift = weight(name + ".bias", C);
+    const bool is_centred = shape.norm == Norm::layernorm;
+    const Numbers& gain = weight(name + ".weight", C);
+    const Numbers shift = is_centred ? weight(name + ".bias", C) : Numbers(C);
     Numbers y(x.size());
     for (size_t i = 0; i < x.size(); i += C) {
         double mean = 0, variance = 0;
-        for (size_t c = 0; c < C; ++c) mean += x[i + c] / double(C);
+        for (size_t c = 0; is_centred && c < C; ++c) mean += x[i + c] / double(C);
         for (size_t c = 0; c < C; ++c) variance += (x[i + c] - mean) * (x[i + c] - mean) / double(C);
         for (size_t c = 0; c < C; ++c) y[i + c] = (x[i + c] - mean) / std::sqrt(variance + shape.norm_eps) * gain[c] + shift[c];
     }
@@ -86,12 +88,20 @@ Numbers PlainModel::attend(const Numbers& qkv) const {
 
 void PlainModel::run_layer(const std::string& prefix, Numbers& x) const {
     const size_t C = shape.d_model, A = shape.attention_width();
-    const auto normed = [&](const char* name) { return shape.has_norm ? norm(prefix + name, x) : x; };
+    const auto normed = [&](const char* name) { return shape.norm == Norm::none ? x : norm(prefix + name, x); };
     const auto add = [&](const Numbers& more) { std::ranges::transform(x, more, x.begin(), std::plus{}); };
     const Numbers qkv = linear(prefix + "attn.qkv", normed("norm_1"), C, 3 * A, shape.has_bias);
     add(linear(prefix + "attn.proj", attend(qkv), A, C, shape.has_bias));
-    Numbers hidden = linear(prefix + "mlp.fc", normed("norm_2"), C, shape.d_ff, shape.has_bias);
+    Numbers hidden = linear(prefix + "mlp.fc", normed("norm_2"), C, (shape.is_gated() ? 2 : 1) * shape.d_ff, shape.has_bias);
+    if (shape.is_gated()) {
+        Numbers passed;
+        for (size_t i = 0; i < hidden.size(); i += 2 * shape.d_ff) {
+            for (size_t k = i; k < i + shape.d_ff; ++k) passed.push_back(hidden[k] / (1 + std::exp(-hidden[k])) * hidden[k + shape.d_ff]);
+        }
+        hidden = passed;
+    }
     for (double& h : hidden) {
+        if (shape.activation == Activation::gelu) h = 0.5 * h * std::erfc(-h / std::numbers::sqrt2);
         if (shape.activation == Activation::relu) h = std::max(h, 0.0);
         if (shape.activation == Activation::gelu_tanh) {
             h = 0.5 * h * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (h + 0.044715 * h * h * h)));
@@ -165,7 +175,7 @@ block::Shape small_shape() {
 PlainModel scalar_map(double a) {
     block::Shape shape;
     shape.d_model = shape.n_heads = shape.head_dim = shape.d_ff = 1;
-    shape.has_norm = false;
+    shape.norm = Norm::none;
     shape.loop_norm = LoopNorm::none;
     PlainModel model(shape, 0.0);
     model.weight("core.0.attn.qkv.weight", 3) = {0, 0, 1};

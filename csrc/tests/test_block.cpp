@@ -7,7 +7,7 @@
 
 using namespace looped;
 using namespace looped::tests;
-using block::Activation, block::Inject, block::InputKind, block::LoopNorm, block::Shape;
+using block::Activation, block::Inject, block::InputKind, block::LoopNorm, block::Norm, block::Shape;
 
 namespace {
 
@@ -22,7 +22,12 @@ const Variant variants[] = {
     {"no injection", [](Shape& s) { s.inject = Inject::none; }},
     {"full mask", [](Shape& s) { s.is_causal = false; }},
     {"relu", [](Shape& s) { s.activation = Activation::relu; }},
-    {"no norm", [](Shape& s) { s.has_norm = false, s.loop_norm = LoopNorm::none; }},
+    {"no norm", [](Shape& s) { s.norm = Norm::none, s.loop_norm = LoopNorm::none; }},
+    {"exact gelu", [](Shape& s) { s.activation = Activation::gelu; }},
+    {"gated", [](Shape& s) { s.activation = Activation::silu_gated; }},
+    {"gated, odd", [](Shape& s) { s.activation = Activation::silu_gated, s.d_ff = 37, s.has_bias = false; }},
+    {"root mean square", [](Shape& s) { s.norm = Norm::rms; }},
+    {"root mean square, once", [](Shape& s) { s.norm = Norm::rms, s.loop_norm = LoopNorm::once; }},
     {"no bias", [](Shape& s) { s.has_bias = false; }},
     {"norm once", [](Shape& s) { s.loop_norm = LoopNorm::once; }},
     {"deep", [](Shape& s) { s.n_prelude = 1, s.n_core = 3, s.n_coda = 2, s.loop_norm = LoopNorm::once; }},
@@ -33,7 +38,7 @@ const Variant variants[] = {
     {"states", [](Shape& s) { s.input_kind = InputKind::states, s.n_prelude = 1; }},
     {"odd heads", [](Shape& s) { s.d_model = 20, s.n_heads = 3, s.head_dim = 5, s.d_ff = 19; }},
     {"wide heads", [](Shape& s) { s.d_model = 33, s.n_heads = 2, s.head_dim = 48, s.d_ff = 65; }},
-    {"width one", [](Shape& s) { s.d_model = s.n_heads = s.head_dim = s.d_ff = 1, s.has_norm = false, s.loop_norm = LoopNorm::none; }},
+    {"width one", [](Shape& s) { s.d_model = s.n_heads = s.head_dim = s.d_ff = 1, s.norm = Norm::none, s.loop_norm = LoopNorm::none; }},
     {"tied vocabulary",
      [](Shape& s) { s.input_kind = InputKind::tokens, s.vocab_size = s.readout_width = 37, s.tie_readout = true, s.read_stride = 1; }},
     {"own vocabulary",

@@ -11,7 +11,7 @@
 #include "tests/plain_model.hpp"
 
 using namespace looped;
-using block::Activation, block::Inject, block::Matrix, block::Rows;
+using block::Activation, block::Inject, block::Matrix, block::Norm, block::Rows;
 using std::size_t;
 using tests::Dice, tests::Numbers;
 
@@ -46,6 +46,7 @@ block::AlignedArray<T> packed(const Numbers& w, size_t n_out, size_t n_in, size_
 
 double activated(double x, Activation activation) {
     if (activation == Activation::relu) return std::max(x, 0.0);
+    if (activation == Activation::gelu) return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     if (activation == Activation::gelu_tanh) return 0.5 * x * (1 + std::tanh(0.79788456080286535588 * (x + 0.044715 * x * x * x)));
     return x;
 }
@@ -66,7 +67,8 @@ TEST_CASE_TEMPLATE("products with bias, activation and residual", T, float, doub
                 for (auto [adds, activation] : {std::pair{false, Activation::none},
                                                 {true, Activation::none},
                                                 {false, Activation::relu},
-                                                {false, Activation::gelu_tanh}}) {
+                                                {false, Activation::gelu_tanh},
+                                                {false, Activation::gelu}}) {
                     const Matrix<T> out = random_rows<T>(M, N, 7), before = random_rows<T>(M, N, 7);
                     kernels.product({.a = a.rows(M),
                                      .panels = panels.data(),
@@ -226,23 +228,25 @@ TEST_CASE_TEMPLATE("norms, with and without an affine map, into another place or
                 for (size_t j = 0; j < width; ++j) x.rows(n_rows).row(i)[j] += T(2);
             }
             const T eps = T(1e-5);
-            for (bool has_affine : {false, true}) {
-                const T *gain = has_affine ? affine.rows(2).row(0) : nullptr, *shift = has_affine ? affine.rows(2).row(1) : nullptr;
-                kernels.normalize(x.rows(n_rows), out.rows(n_rows), eps, gain, shift);
+            for (auto [norm, has_affine] : {std::pair{Norm::layernorm, false}, {Norm::layernorm, true}, {Norm::rms, true}, {Norm::rms, false}}) {
+                const bool is_centred = norm == Norm::layernorm;
+                const T *gain = has_affine ? affine.rows(2).row(0) : nullptr, *shift = has_affine && is_centred ? affine.rows(2).row(1) : nullptr;
+                kernels.normalize(norm, x.rows(n_rows), out.rows(n_rows), eps, gain, shift);
                 for (size_t i = 0; i < n_rows; ++i) {
                     const auto own = x.rows(n_rows).row_span(i);
                     double mean = 0, variance = 0;
-                    for (T number : own) mean += double(number) / double(width);
+                    for (T number : own) mean += is_centred ? double(number) / double(width) : 0.0;
                     for (T number : own) variance += (double(number) - mean) * (double(number) - mean) / double(width);
                     for (size_t j = 0; j < width; ++j) {
                         double want = (double(own[j]) - mean) / std::sqrt(variance + 1e-5);
-                        if (has_affine) want = want * double(gain[j]) + double(shift[j]);
+                        if (has_affine) want = want * double(gain[j]) + (shift ? double(shift[j]) : 0.0);
                         REQUIRE(std::abs(double(out.rows(n_rows).row(i)[j]) - want) <= (width == 1 ? 1e-3 : 30 * rounding<T>));
                     }
                     for (size_t j = width; j < out.stride; ++j) REQUIRE(std::isnan(out.rows(n_rows).row(i)[j]));
                 }
             }
-            kernels.normalize(x.rows(n_rows), x.rows(n_rows), eps, affine.rows(2).row(0), affine.rows(2).row(1));
+            kernels.normalize(Norm::rms, x.rows(n_rows), out.rows(n_rows), eps, affine.rows(2).row(0), nullptr);
+            kernels.normalize(Norm::rms, x.rows(n_rows), x.rows(n_rows), eps, affine.rows(2).row(0), nullptr);
             for (size_t i = 0; i < n_rows; ++i) {
                 CHECK(std::memcmp(x.rows(n_rows).row(i), out.rows(n_rows).row(i), width * sizeof(T)) == 0);
             }

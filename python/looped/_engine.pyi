@@ -80,7 +80,7 @@ class kernels:  # noqa: N801  a module
 
     @staticmethod
     def product(a: Matrix32, w: Packed32, out: Matrix32, activation: str = "none", adds_to_out: bool = False) -> None:
-        """out [M, n_out] = activation(a [M, n_in] w' + bias), or out += a w' + bias. none, relu or gelu_tanh."""
+        """out [M, n_out] = activation(a [M, n_in] w' + bias), or out += a w' + bias. none, relu, gelu_tanh or gelu."""
 
     @staticmethod
     def attend(
@@ -94,9 +94,14 @@ class kernels:  # noqa: N801  a module
 
     @staticmethod
     def normalize(
-        x: Matrix32, out: Matrix32, eps: float, gain: np.ndarray | None = None, shift: np.ndarray | None = None
+        x: Matrix32,
+        out: Matrix32,
+        eps: float,
+        gain: np.ndarray | None = None,
+        shift: np.ndarray | None = None,
+        norm: str = "layernorm",
     ) -> None:
-        """out = (x - mean) / sqrt(variance + eps), then * gain + shift, row by row."""
+        """out = (x - mean) / sqrt(variance + eps), then * gain + shift, row by row; x / sqrt(mean of squares + eps) for "rms"."""
 
     @staticmethod
     def inject(how: str, state: Matrix32, signal: Matrix32, positions: Matrix32 | None, out: Matrix32) -> None:

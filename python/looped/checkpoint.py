@@ -93,9 +93,8 @@ def load_checkpoint(
       n_loops=1 for the family `gpt2`; n_loops=b, inject="add" for `gpt2_loop` with z=f(x+z), or inject="mul" with z=f(x*z);
       n_loops=n_layer, inject="none" for `gpt2_tying`. `add_inputs_embeds`, which leaves no trace in a file, is not supported.
     - Garg et al. (2022): `state.pt`, or the bare state dicts `model_N.pt`. The unused `wte` is dropped.
-    - nanoGPT: `ckpt.pt`. It does not record its activation, which is the exact GELU in today's code and the tanh one in older
-      code. Only the latter exists here, so the caller must pass activation="gelu_tanh"; if the model was trained with the
-      exact GELU, each unit is then off by up to 5e-4.
+    - nanoGPT: `ckpt.pt`. It does not record its activation, so the caller must pass it: activation="gelu", the exact one, for
+      a model of today's code, and activation="gelu_tanh" for one of older code. Each unit is off by up to 5e-4 with the other.
     - Hugging Face GPT-2: a folder with config.json and model.safetensors, else pytorch_model.bin; or a state dict alone,
       which is taken to have GPT-2's own activation, gelu_new (tanh).
     - A folder of `save_model`, which takes no fields.

@@ -16,8 +16,8 @@ from typing import Any
 CHOICES: dict[str, tuple[str, ...]] = {
     "input_kind": ("features", "tokens", "states"),
     "readout": ("scalar", "classes", "vocabulary", "none"),
-    "norm_kind": ("layernorm", "none"),
-    "activation": ("gelu_tanh", "relu"),
+    "norm_kind": ("layernorm", "rms", "none"),
+    "activation": ("gelu_tanh", "gelu", "relu", "silu_gated"),
     "pos_kind": ("learned", "none"),
     "pos_when": ("each_loop", "once"),
     "mask_kind": ("causal", "full"),
@@ -57,8 +57,10 @@ class LoopedConfig:
             x and y, so theirs is 2.
 
     Block
-        d_model C, n_heads H, head_dim (C // H), d_ff (4 * C), activation, norm_kind, norm_eps, bias (of every linear map),
-        mask_kind.
+        d_model C, n_heads H, head_dim (C // H), d_ff (4 * C), norm_eps, bias (of every linear map), mask_kind.
+        activation: ``"gelu_tanh"`` GPT-2's tanh form, ``"gelu"`` the exact one, ``"relu"``; or ``"silu_gated"``, LLaMA's
+            MLP (SwiGLU), down(silu(gate(x)) * up(x)) with d_ff units; ``fc`` holds the d_ff rows of gate and then those of up.
+        norm_kind: ``"layernorm"``; ``"rms"``, x / sqrt(mean(x^2) + norm_eps) with a gain and no shift; or ``"none"``.
         n_prelude, n_core, n_coda: layers before, inside and after the loop. Only the core is repeated.
         pos_kind, n_positions, pos_when: a learned table of n_positions rows, added to the input of every loop or
             to the embedding once.

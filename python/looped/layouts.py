@@ -31,7 +31,7 @@ IN_LAYER = {
     "mlp.c_fc": "mlp.fc",
     "mlp.c_proj": "mlp.proj",
 }
-HF_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+HF_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 IN_CONTEXT = {"read_stride": 2, "pos_when": "each_loop", "loop_norm": "each"}
 LANGUAGE = {"pos_when": "once", "loop_norm": "once"}
 STATE_INIT = {"add": "zeros", "mul": "ones", "none": "embedding"}
@@ -91,7 +91,7 @@ def from_state_dict(
     _check_declared(where, declared, sizes, len(places))
     chosen = _choose(where, fields, declared, sizes, root=root, is_transposed=is_transposed)
     config = LoopedConfig.from_dict((IN_CONTEXT if is_icl else LANGUAGE) | chosen)
-    if not has_bias:  # nanoGPT's norms have none then: ours always do, and zero changes nothing
+    if not has_bias and config.norm_kind == "layernorm":  # nanoGPT's has none then: ours always does, and zero changes nothing
         norms = [name for name in found if "norm" in name]
         found |= {name.removesuffix("weight") + "bias": torch.zeros_like(found[name]) for name in norms}
     return assemble(where, config, found, theirs)
@@ -284,10 +284,14 @@ def _choose(
         is_nanogpt = not is_transposed and root != LOOPED_ICL_ROOT
         theirs = declared.get("activation_function", None if is_nanogpt else "gelu_new")
         if theirs not in HF_ACTIVATIONS:
-            recorded = f"the activation {theirs}" if theirs else "no record of its activation (nanoGPT: exact GELU, once tanh)"
+            if theirs is None:
+                raise ValueError(
+                    f'{where} has no record of its activation; pass activation=, which is "gelu" for a model trained with '
+                    'nanoGPT since June 2023 and "gelu_tanh" for one before'
+                )
             raise ValueError(
-                f"{where} has {recorded}, and looped offers {listed(CHOICES['activation'])}; pass activation= if one is "
-                "right or close enough (gelu_tanh is within 5e-4 of the exact GELU)"
+                f"{where} has the activation {theirs}, and looped offers {listed(CHOICES['activation'])}; pass activation= if "
+                "one of them is right"
             )
         chosen["activation"] = HF_ACTIVATIONS[theirs]
     return chosen

@@ -4,7 +4,8 @@ One loop is `Y <- M(Y)`, with P the injected signal of the prompt:
 
     X = inject(Y, P);  pos_when="each_loop": X += positions;  X = core(X);  loop_norm="each": X = final_norm(X)
 
-The block is GPT-2's (Radford et al., 2019); the loop, with P added before every pass, is Yang et al. (2024).
+The block is GPT-2's (Radford et al., 2019), or with RMSNorm and a gated MLP LLaMA's without its rotary positions (Touvron et
+al., 2023); the loop, with P added before every pass, is Yang et al. (2024).
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from looped.weights import weights_of
 # Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
 FUSED: dict[str, tuple[torch.dtype, ...]] = {}
 
-ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
 
 
 def norm_layer(config: LoopedConfig) -> nn.Module:
-    """LayerNorm over the width, or nothing."""
+    """LayerNorm or RMSNorm (Zhang and Sennrich, 2019) over the width, or nothing."""
     if config.norm_kind == "none":
         return nn.Identity()
+    if config.norm_kind == "rms":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
     return nn.LayerNorm(config.d_model, eps=config.norm_eps)
 
 
@@ -66,13 +69,28 @@ class MLP(nn.Module):
         return self.proj(self.activation(self.fc(x)))
 
 
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer, 2020): down(silu(gate(x)) * up(x)), gate and up as one fused projection, in this order."""
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        assert config.d_ff is not None
+        self.fc = nn.Linear(config.d_model, 2 * config.d_ff, bias=config.bias)
+        self.proj = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.fc(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
+
+
 class Block(nn.Module):
     """One pre-norm transformer layer."""
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
         self.norm_1, self.attn = norm_layer(config), Attention(config)
-        self.norm_2, self.mlp = norm_layer(config), MLP(config)
+        mlp = GatedMLP if config.activation == "silu_gated" else MLP
+        self.norm_2, self.mlp = norm_layer(config), mlp(config)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm_1(x), mask)
