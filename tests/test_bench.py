@@ -22,6 +22,8 @@ from looped.cli import main
 from looped.exits import Contraction
 from looped.icl.tasks import LinearRegression
 
+pytest.importorskip("looped._engine", reason="the C++ engine is not built")
+
 
 def run(*arguments):
     return CliRunner().invoke(main, ["bench", *(str(a) for a in arguments)])
