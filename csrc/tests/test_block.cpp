@@ -5,6 +5,10 @@
 
 #include "tests/prompts.hpp"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 using namespace looped;
 using namespace looped::tests;
 using block::Activation, block::Inject, block::InputKind, block::LoopNorm, block::Norm, block::Shape;
@@ -98,6 +102,26 @@ TEST_CASE_TEMPLATE("every kind of model agrees with the plain one, over three lo
         }
     }
 }
+
+#if defined(__linux__)
+TEST_CASE("offsets beyond 32 bits") {
+    constexpr size_t stride = 40000, row = 70000;  // 2.8e9 numbers apart; the memory is asked for and never touched
+    const size_t bytes = (row + 1) * stride * sizeof(float);
+    void* memory = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return;
+    const std::span<float> all(static_cast<float*>(memory), bytes / sizeof(float));
+    CHECK(block::Rows<float>{all.data(), row + 1, stride, stride}.row(row) - all.data() == 2'800'000'000);
+    loop::BatchMemory<float> batch;
+    batch.n_tokens = row / 2;
+    batch.shape.d_model = stride;
+    const std::vector<std::int64_t> lengths(3, 1);
+    batch.lengths = lengths;
+    CHECK(batch.token_rows(all, 2).first - all.data() == 2'800'000'000);
+    batch.signal = all;
+    CHECK(batch.signal_rows(2).first - all.data() == 2'800'000'000);
+    ::munmap(memory, bytes);
+}
+#endif
 
 TEST_CASE("sizes that no memory holds are refused, not wrapped") {
     const size_t half = std::numeric_limits<size_t>::max() / 2;

@@ -122,11 +122,11 @@ TEST_CASE_TEMPLATE("resuming gives the same bits, whatever the way", T, float, d
     for (const Way& way : all_ways()) {
         CAPTURE(way.name);
         Run<T> whole(model, prompts, way.spec);
-        whole(24);
-        for (std::int64_t k : {0, 1, 5, 13, 24}) {
+        whole(16);
+        for (std::int64_t k : {0, 1, 7, 16}) {
             Run<T> part(model, prompts, way.spec);
             part(k, 2);
-            part(24, 3);
+            part(16, 3);
             for (size_t i = 0; i < prompts.size(); ++i) CHECK(part.bits(i) == whole.bits(i));
         }
     }
@@ -139,7 +139,7 @@ TEST_CASE_TEMPLATE("a prompt's bits do not depend on its batch or on the threads
     shape.n_core = 2;
     const PlainModel plain(shape, 0.2);
     const block::Model<T> model = plain.packed<T>();
-    const std::vector<std::int64_t> lengths{7, 1, 33, 64, 2, 0, 33, 14};
+    const std::vector<std::int64_t> lengths{7, 1, 33, 2, 0, 33, 14};
     const Prompts<T> prompts(model, lengths);
     for (const Way& way : all_ways()) {
         CAPTURE(way.name);
@@ -148,12 +148,12 @@ TEST_CASE_TEMPLATE("a prompt's bits do not depend on its batch or on the threads
             Run<T> run(model,
                        Prompts<T>(model, std::vector<Numbers>{prompts.contents(i)}, size_t(std::max<std::int64_t>(1, lengths[i]))),
                        way.spec);
-            run(20);
+            run(10);
             alone.push_back(run.bits(0));
         }
         for (size_t n_threads : {1, 2, 5, 16}) {
             Run<T> together(model, prompts, way.spec);
-            CHECK(together(20, n_threads));
+            CHECK(together(10, n_threads));
             for (size_t i = 0; i < lengths.size(); ++i) CHECK(together.bits(i) == alone[i]);
         }
     }
