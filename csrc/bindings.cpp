@@ -62,9 +62,13 @@ Shape shape_of(const py::dict& config) {
     if (shape.input_kind == InputKind::features) shape.n_dims = size("n_dims");
     if (shape.input_kind == InputKind::tokens) shape.vocab_size = size("vocab_size");
     shape.inject = choice<Inject>(config, "inject", {{"add", Inject::add}, {"mul", Inject::mul}, {"none", Inject::none}});
-    shape.loop_norm = choice<LoopNorm>(config, "loop_norm", {{"each", LoopNorm::each}, {"once", LoopNorm::once}, {"none", LoopNorm::none}});
+    shape.loop_norm = choice<LoopNorm>(config, "loop_norm",
+                                       {{"each", LoopNorm::each}, {"once", LoopNorm::once}, {"none", LoopNorm::none}});
     const auto readout = config["readout"].cast<std::string>();
-    shape.readout_width = readout == "scalar" ? 1 : readout == "classes" ? size("n_classes") : readout == "vocabulary" ? size("vocab_size") : 0;
+    shape.readout_width = readout == "scalar"       ? 1
+                          : readout == "classes"    ? size("n_classes")
+                          : readout == "vocabulary" ? size("vocab_size")
+                                                    : 0;
     shape.readout_has_bias = readout != "vocabulary";
     shape.tie_readout = config["tie_readout"].cast<bool>();
     shape.read_stride = readout == "none" ? 1 : size("read_stride");
@@ -98,7 +102,8 @@ Spec spec_of(const py::dict& values, bool is_causal) {
     spec.min_loops = number("min_loops");
     spec.stall_window = number("stall_window");
     spec.is_prefix = choice<bool>(values, "scope", {{"prompt", false}, {"prefix", true}});
-    spec.on_stall = choice<OnStall>(values, "on_stall", {{"ignore", OnStall::ignore}, {"exit", OnStall::exit}, {"damp", OnStall::damp}});
+    spec.on_stall = choice<OnStall>(values, "on_stall",
+                                    {{"ignore", OnStall::ignore}, {"exit", OnStall::exit}, {"damp", OnStall::damp}});
     spec.anderson_depth = values["depth"].cast<int>();
     spec.return_predictions = values["return_predictions"].cast<bool>();
     if (spec.n_loops < 0) refuse("run: n_loops must be 0 or more, got " + std::to_string(spec.n_loops));
@@ -115,7 +120,8 @@ Spec spec_of(const py::dict& values, bool is_causal) {
 }
 
 // Tokens of each prompt, checked. Throws ValueError that names the prompt.
-std::vector<std::int64_t> lengths_of(const std::string& call, const py::object& lengths, py::ssize_t B, py::ssize_t L, const Shape& shape) {
+std::vector<std::int64_t> lengths_of(const std::string& call, const py::object& lengths, py::ssize_t B, py::ssize_t L,
+                                     const Shape& shape) {
     std::vector<std::int64_t> own(size_t(B), L);
     if (!lengths.is_none()) std::ranges::copy(view<std::int64_t>(lengths, call + ": lengths", {B}), own.begin());
     for (size_t i = 0; i < own.size(); ++i) {
@@ -177,7 +183,8 @@ public:
         py::array_t<T> array(shape);
         const std::span<T> values(array.mutable_data(), size_t(array.size()));
         if (is_given(name) && (resumes_ || !is_counter)) {
-            std::ranges::copy(view<T>(py::cast<py::dict>(given_)[name], std::string("run: memory['") + name + "']", shape), values.begin());
+            std::ranges::copy(view<T>(py::cast<py::dict>(given_)[name], std::string("run: memory['") + name + "']", shape),
+                              values.begin());
         } else {
             std::ranges::fill(values, fresh);
         }
@@ -254,8 +261,8 @@ py::array TypedEngine<T>::embed(const py::object& prompts, const py::object& len
 }
 
 template <class T>
-BatchMemory<T> TypedEngine<T>::batch_of(const py::object& signal, const py::object& state, const py::object& lengths,
-                                        const Spec& spec, Arrays& arrays, std::vector<std::int64_t>& own_lengths) const {
+BatchMemory<T> TypedEngine<T>::batch_of(const py::object& signal, const py::object& state, const py::object& lengths, const Spec& spec,
+                                        Arrays& arrays, std::vector<std::int64_t>& own_lengths) const {
     using std::int64_t, py::ssize_t;
     const Shape& shape = model_.shape;
     constexpr double nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
@@ -364,7 +371,9 @@ py::dict TypedEngine<T>::run(const py::object& signal, const py::object& state, 
     const BatchMemory<T> batch = batch_of(signal, state, lengths, spec, arrays, own_lengths);
 
     const std::vector<std::int64_t> first_t(batch.t.begin(), batch.t.end());
-    const bool is_complete = without_gil("run", [&] { return batch::run<T>(model_, spec, batch, {.n_threads = n_threads, .keeps_going = watcher(progress)}); });
+    const bool is_complete = without_gil("run", [&] {
+        return batch::run<T>(model_, spec, batch, {.n_threads = n_threads, .keeps_going = watcher(progress)});
+    });
 
     const bool has_each_run = std::ranges::equal(first_t, batch.t, [](std::int64_t before, std::int64_t now) { return before < now; });
     if (spec.is_plain() && has_each_run) arrays.made.attr("pop")("Y");  // y itself
@@ -445,8 +454,9 @@ PYBIND11_MODULE(_engine, module) {
     using namespace looped;
     module.doc() = "The CPU engine of looped: prompts looped to rest, one prompt a thread.";
     module.attr("version") = LOOPED_VERSION;
-    module.def("isa", [] { return std::string(simd::kernels<float>().isa); },
-               "The instruction set in use: portable, avx2, avx512 or neon. LOOPED_ISA in the environment forces one.");
+    module.def(
+        "isa", [] { return std::string(simd::kernels<float>().isa); },
+        "The instruction set in use: portable, avx2, avx512 or neon. LOOPED_ISA in the environment forces one.");
     module.def("fma_peak", &fma_peak, py::arg("n_threads") = 1, py::arg("seconds") = 0.1, py::arg("double") = false,
                "GFLOP/s of fused multiply-adds on registers: the ceiling of every figure of this engine.");
     py::class_<Engine>(module, "Engine", "A model's weights, packed. Neither changed nor kept: pack again after an edit.")

@@ -26,7 +26,9 @@ struct Item {
 class Progress {
 public:
     Progress(std::vector<Item> queue, size_t n_workers, const Controls& controls)
-        : stop([this, &controls] { return !controls.keeps_going || controls.keeps_going(n_finished_.load(std::memory_order_relaxed)); }),
+        : stop([this, &controls] {
+              return !controls.keeps_going || controls.keeps_going(n_finished_.load(std::memory_order_relaxed));
+          }),
           queue_(std::move(queue)),
           n_running_(n_workers) {}
 
@@ -206,8 +208,8 @@ bool embed(const block::Model<T>& model, const RawPrompts<T>& prompts, std::span
         return [&, width, C, n_tokens, forward = std::move(forward)](size_t prompt) {
             const size_t own = size_t(prompts.lengths[prompt]);
             const auto ids = prompts.ids.empty() ? prompts.ids : prompts.ids.subspan(prompt * n_tokens, own);
-            forward->embed({prompts.features.data() + (prompts.features.empty() ? 0 : prompt * n_tokens * width), own, width, width}, ids,
-                           {signal.data() + prompt * n_tokens * C, own, C, C});
+            forward->embed({prompts.features.data() + (prompts.features.empty() ? 0 : prompt * n_tokens * width), own, width, width},
+                           ids, {signal.data() + prompt * n_tokens * C, own, C, C});
             return !stop.is_made();
         };
     });

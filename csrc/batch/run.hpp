@@ -1,4 +1,5 @@
-// Ragged batches: one work item is one prompt with all its loops, on one thread, or on a team where there are more threads than prompts.
+// Ragged batches: one work item is one prompt with all its loops, on one thread, or on a team where there are more threads than
+// prompts.
 #pragma once
 
 #include <functional>
@@ -19,7 +20,8 @@ public:
 
 struct Controls {
     size_t n_threads = 1;
-    // Called on the calling thread, which is one of those that work, about every 50 ms with the number of prompts that have finished; false cancels.
+    // Called on the calling thread, which is one of those that work, about every 50 ms with the number of prompts that have finished;
+    // false cancels.
     std::function<bool(size_t n_finished)> keeps_going;
 };
 

@@ -25,7 +25,8 @@ inline std::string shape_text(const std::vector<py::ssize_t>& shape) {
 // A caller's array as it is: C-contiguous, of this type and shape.
 template <class T>
 std::span<const T> view(const py::handle& object, const std::string& name, const std::vector<py::ssize_t>& shape) {
-    if (!py::isinstance<py::array>(object)) throw py::type_error(name + " must be a NumPy array, got " + std::string(py::str(py::type::of(object))));
+    if (!py::isinstance<py::array>(object))
+        throw py::type_error(name + " must be a NumPy array, got " + std::string(py::str(py::type::of(object))));
     const auto array = py::reinterpret_borrow<py::array>(object);
     const std::vector<py::ssize_t> got(array.shape(), array.shape() + array.ndim());
     if (!py::dtype::of<T>().equal(array.dtype()) || got != shape || !(array.flags() & py::array::c_style)) {

@@ -32,7 +32,8 @@ struct Buffer {
 
 template <class T>
 std::unique_ptr<Buffer<T>> buffer_of(const py::array_t<T, py::array::c_style>& array) {
-    if (array.ndim() != 2) refuse("kernels.matrix: values must be an array [rows, width], got " + std::to_string(array.ndim()) + " dimensions");
+    if (array.ndim() != 2)
+        refuse("kernels.matrix: values must be an array [rows, width], got " + std::to_string(array.ndim()) + " dimensions");
     auto buffer = std::make_unique<Buffer<T>>(size_t(array.shape(0)), size_t(array.shape(1)));
     for (size_t i = 0; i < buffer->n_rows; ++i) std::copy_n(array.data(py::ssize_t(i), 0), buffer->matrix.width, buffer->rows().row(i));
     return buffer;
@@ -64,7 +65,8 @@ block::PackedMatrix<T> pack(const py::array_t<T, py::array::c_style>& weight, co
 }
 
 template <class T>
-void product(const Buffer<T>& a, const block::PackedMatrix<T>& w, const Buffer<T>& out, const std::string& activation, bool adds_to_out) {
+void product(const Buffer<T>& a, const block::PackedMatrix<T>& w, const Buffer<T>& out, const std::string& activation,
+             bool adds_to_out) {
     const std::pair<const char*, Activation> known[] = {
         {"none", Activation::none}, {"relu", Activation::relu}, {"gelu_tanh", Activation::gelu_tanh}, {"gelu", Activation::gelu}};
     const auto* found = std::ranges::find(known, activation, [](const auto& entry) { return std::string(entry.first); });
@@ -85,7 +87,8 @@ template <class T>
 void attend(const Buffer<T>& qkv, const Buffer<T>& out, const Buffer<T>& keys, const Buffer<T>& scores, size_t n_heads, size_t first,
             bool is_causal) {
     const block::Kernels<T>& kernels = simd::kernels<T>();
-    const size_t n_tokens = qkv.n_rows, width = out.matrix.width, n_keys = (n_tokens + kernels.panel - 1) / kernels.panel * kernels.panel;
+    const size_t n_tokens = qkv.n_rows, width = out.matrix.width,
+                 n_keys = (n_tokens + kernels.panel - 1) / kernels.panel * kernels.panel;
     if (!n_heads || width % n_heads) refuse("kernels.attend: the width of out must divide by n_heads");
     if (first > n_tokens) refuse("kernels.attend: first must lie in 0 .. " + std::to_string(n_tokens));
     check_shape("kernels.attend: qkv", qkv, n_tokens, 3 * width);
@@ -112,7 +115,8 @@ void normalize(const Buffer<T>& x, const Buffer<T>& out, double eps, const py::o
         refuse(has_shift ? "kernels.normalize: gain and shift go together" : "kernels.normalize: norm='rms' has no shift");
     }
     check_shape("kernels.normalize: out", out, x.n_rows, x.matrix.width);
-    simd::kernels<T>().normalize(has_shift ? block::Norm::layernorm : block::Norm::rms, x.rows(), out.rows(), T(eps), vector_of<T>(gain, "kernels.normalize: gain", x.matrix.width).data(),
+    simd::kernels<T>().normalize(has_shift ? block::Norm::layernorm : block::Norm::rms, x.rows(), out.rows(), T(eps),
+                                 vector_of<T>(gain, "kernels.normalize: gain", x.matrix.width).data(),
                                  vector_of<T>(shift, "kernels.normalize: shift", x.matrix.width).data());
 }
 
@@ -125,8 +129,8 @@ void inject(const std::string& how, const Buffer<T>& state, const Buffer<T>& sig
     check_shape("kernels.inject: signal", signal, n_rows, width);
     check_shape("kernels.inject: out", out, n_rows, width);
     if (positions) check_shape("kernels.inject: positions", *positions, n_rows, width);
-    simd::kernels<T>().inject(found->second, state.rows(), signal.rows(), positions ? Rows<const T>(positions->rows()) : Rows<const T>{},
-                              out.rows());
+    simd::kernels<T>().inject(found->second, state.rows(), signal.rows(),
+                              positions ? Rows<const T>(positions->rows()) : Rows<const T>{}, out.rows());
 }
 
 template <class T>
@@ -168,10 +172,13 @@ void add_kernels_of(py::module_& module, const std::string& suffix) {
 void add_kernels(py::module_ module) {
     add_kernels_of<float>(module, "32");
     add_kernels_of<double>(module, "64");
-    module.def("tile", [](bool is_double) {
-        return is_double ? std::pair{simd::kernels<double>().tile_rows, simd::kernels<double>().panel}
-                         : std::pair{simd::kernels<float>().tile_rows, simd::kernels<float>().panel};
-    }, py::arg("double") = false);
+    module.def(
+        "tile",
+        [](bool is_double) {
+            return is_double ? std::pair{simd::kernels<double>().tile_rows, simd::kernels<double>().panel}
+                             : std::pair{simd::kernels<float>().tile_rows, simd::kernels<float>().panel};
+        },
+        py::arg("double") = false);
 }
 
 }  // namespace looped

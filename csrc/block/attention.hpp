@@ -42,7 +42,8 @@ LOOPED_INLINE void transpose(Rows<const typename V::Scalar> source, Rows<typenam
     constexpr size_t block = simd::transposed_block;
     const size_t whole_rows = source.n_rows / block * block, whole_columns = source.width / block * block;
     for (size_t j = 0; j < whole_rows; j += block) {
-        for (size_t d = 0; d < whole_columns; d += block) V::transpose_block(source.row(j) + d, source.stride, keys.row(d) + j, keys.stride);
+        for (size_t d = 0; d < whole_columns; d += block)
+            V::transpose_block(source.row(j) + d, source.stride, keys.row(d) + j, keys.stride);
         for (size_t d = whole_columns; d < source.width; ++d) {
             for (size_t i = j; i < j + block; ++i) keys.row(d)[i] = source.row(i)[d];
         }

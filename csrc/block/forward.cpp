@@ -35,7 +35,8 @@ Rows<T> Forward<T>::values(size_t layer, size_t n_tokens) const {
 }
 
 template <class T>
-void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out, Activation activation) const noexcept {
+void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out,
+                          Activation activation) const noexcept {
     model_.kernels->product({.a = a,
                              .panels = w.panels.data(),
                              .bias = w.bias.data(),
@@ -92,7 +93,8 @@ void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids
         } else {
             const Rows<const T> table{model_.embedding.data(), shape.vocab_size, shape.d_model, shape.d_model};
             for (size_t i = share.begin; i < share.end; ++i) {
-                std::ranges::copy(shape.input_kind == InputKind::tokens ? table.row_span(size_t(ids[i])) : features.row_span(i), all.row(i));
+                std::ranges::copy(shape.input_kind == InputKind::tokens ? table.row_span(size_t(ids[i])) : features.row_span(i),
+                                  all.row(i));
             }
         }
         if (shape.has_positions && shape.adds_positions_once) {
@@ -106,8 +108,8 @@ void Forward<T>::embed(Rows<const T> features, std::span<const std::int64_t> ids
 
 template <class T>
 void Forward<T>::inject(Rows<const T> state, Rows<const T> signal, Rows<T> image, Share share) const noexcept {
-    const Rows<const T> positions =
-        model_.shape.adds_positions_each_loop() ? model_.position_rows().from_row(share.begin) : Rows<const T>{};
+    const Rows<const T> positions = model_.shape.adds_positions_each_loop() ? model_.position_rows().from_row(share.begin)
+                                                                            : Rows<const T>{};
     model_.kernels->inject(model_.shape.inject, state.from_row(share.begin), signal.from_row(share.begin), positions,
                            image.between(share.begin, share.end));
 }
@@ -116,7 +118,8 @@ template <class T>
 void Forward<T>::normalize_image(Rows<T> image, Share share) const noexcept {
     if (model_.shape.loop_norm != LoopNorm::each) return;
     const Rows<T> own = image.between(share.begin, share.end);
-    model_.kernels->normalize(model_.shape.norm, own, own, T(model_.shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());
+    model_.kernels->normalize(model_.shape.norm, own, own, T(model_.shape.norm_eps), model_.final_gain.data(),
+                              model_.final_shift.data());
 }
 
 template <class T>
@@ -138,7 +141,8 @@ template <class T>
 void Forward<T>::read_rows(Rows<const T> state, std::span<T> prediction, Share share) const noexcept {
     const Shape& shape = model_.shape;
     const size_t n_read = shape.n_read(state.n_rows);
-    Rows<const T> places = Rows<const T>{state.first, n_read, state.width, state.stride * shape.read_stride}.between(share.begin, share.end);
+    Rows<const T> places = Rows<const T>{state.first, n_read, state.width, state.stride * shape.read_stride}.between(share.begin,
+                                                                                                                     share.end);
     if (shape.loop_norm == LoopNorm::once) {
         const Rows<T> out = normed_.rows(n_read).between(share.begin, share.end);
         model_.kernels->normalize(shape.norm, places, out, T(shape.norm_eps), model_.final_gain.data(), model_.final_shift.data());

@@ -43,8 +43,7 @@ public:
     void pass(Rows<const T> state, Rows<const T> signal, Rows<T> image, size_t first, const After& after) {
         if (first >= state.n_rows) return;
         run_layers(
-            model_.core, image, first, !kept_qkv_.empty(),
-            [&](Share share) noexcept { inject(state, signal, image, share); },
+            model_.core, image, first, !kept_qkv_.empty(), [&](Share share) noexcept { inject(state, signal, image, share); },
             [&](Share share) noexcept {
                 normalize_image(image, share);
                 after(share);
@@ -62,7 +61,8 @@ private:
                   Activation activation = Activation::none) const noexcept;
     // before(share), the layers on the rows of x from `first` on, after(share).
     template <class Before, class After>
-    void run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, bool keeps_keys, const Before& before, const After& after);
+    void run_layers(const std::vector<Layer<T>>& layers, Rows<T> x, size_t first, bool keeps_keys, const Before& before,
+                    const After& after);
     void make_queries(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv) const noexcept;
     void finish_layer(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv, size_t member) const noexcept;
     Rows<const T> normed(Rows<T> x, Share share) const noexcept;

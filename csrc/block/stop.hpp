@@ -14,8 +14,8 @@ namespace looped::block {
 // result away.
 class StopRequest {
 public:
-    // keeps_going() is asked about every 50 ms, on the thread that makes this object, while it looks. False is a request to stop, and so
-    // is an exception, which error() keeps.
+    // keeps_going() is asked about every 50 ms, on the thread that makes this object, while it looks. False is a request to stop, and
+    // so is an exception, which error() keeps.
     explicit StopRequest(std::function<bool()> keeps_going = {});
 
     void make() noexcept { is_made_.store(true, std::memory_order_relaxed); }

@@ -77,7 +77,8 @@ Model<T>::Model(const Shape& shape, const WeightSource<T>& source) : shape(shape
     const size_t C = shape.d_model;
     const auto layers = [&](const std::string& name, size_t n) {
         std::vector<Layer<T>> packed;
-        for (size_t i = 0; i < n; ++i) packed.push_back(pack_layer<T>(shape, name + "." + std::to_string(i) + ".", source, kernels->panel));
+        for (size_t i = 0; i < n; ++i)
+            packed.push_back(pack_layer<T>(shape, name + "." + std::to_string(i) + ".", source, kernels->panel));
         return packed;
     };
     prelude = layers("prelude", shape.n_prelude);

@@ -89,9 +89,7 @@ struct Model {
     AlignedArray<T> final_gain, final_shift;  // [C], where there is a final norm and it has them
     PackedMatrix<T> read_out;
 
-    Rows<const T> position_rows() const {
-        return {positions.data(), shape.n_positions, shape.d_model, shape.d_model};
-    }
+    Rows<const T> position_rows() const { return {positions.data(), shape.n_positions, shape.d_model, shape.d_model}; }
 };
 
 extern template PackedMatrix<float> pack(const Linear<float>&, size_t);

@@ -39,8 +39,7 @@ double norm_of_norms(std::span<const double> norms) {
 }  // namespace
 
 template <class T>
-PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, block::StopRequest& stop,
-                          size_t n_tokens)
+PromptLoop<T>::PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, block::StopRequest& stop, size_t n_tokens)
     : model_(model),
       spec_(spec),
       stop_(stop),
@@ -144,8 +143,7 @@ auto PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) -> Turn {
         s = norm_of(next_, state_);
     }
     const bool is_nonfinite = !(std::isfinite(g) && std::isfinite(n));
-    const bool is_at_rest =
-        (spec_.is_prefix ? pass_tokens(batch, i, watch) : pass_prompt(batch, i, watch, g, n, s)) && !is_nonfinite;
+    const bool is_at_rest = (spec_.is_prefix ? pass_tokens(batch, i, watch) : pass_prompt(batch, i, watch, g, n, s)) && !is_nonfinite;
     const bool is_stalled = watch.is_stalled(moving_g, has_all_moving_passed(counters));
 
     if (spec_.anderson_depth > 0 && counters.passes[0] > 0 && !counters.damped) {

@@ -15,8 +15,8 @@ class PromptLoop {
 public:
     PromptLoop(const block::Model<T>& model, const Spec& spec, block::Team& team, block::StopRequest& stop, size_t n_tokens);
 
-    // Runs prompt i of the batch to its exit, and reads its prediction. Returns false where it was told to stop: without a prediction, and in
-    // the memory as its last complete loop left it.
+    // Runs prompt i of the batch to its exit, and reads its prediction. Returns false where it was told to stop: without a prediction,
+    // and in the memory as its last complete loop left it.
     bool run(const BatchMemory<T>& batch, size_t i);
 
 private:

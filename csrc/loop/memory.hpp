@@ -89,8 +89,16 @@ struct BatchMemory {
     }
     Counters counters(size_t i) const {
         const size_t n_units = passes.size() / n_prompts;
-        return {t[i], done[i], status[i], residual[i], damped[i], best_g[i], checks_without_gain[i],
-                passes.subspan(i * n_units, n_units), s_prev.subspan(i * n_units, n_units), t_prev.subspan(i * n_units, n_units)};
+        return {t[i],
+                done[i],
+                status[i],
+                residual[i],
+                damped[i],
+                best_g[i],
+                checks_without_gain[i],
+                passes.subspan(i * n_units, n_units),
+                s_prev.subspan(i * n_units, n_units),
+                t_prev.subspan(i * n_units, n_units)};
     }
     PrefixMemory prefix(size_t i) const {
         return {frozen[i], token_loops.subspan(i * n_tokens, n_tokens), token_g.subspan(i * n_tokens, n_tokens),
@@ -101,8 +109,12 @@ struct BatchMemory {
     }
     AndersonMemory<T> anderson(size_t i) const {
         const size_t size = n_tokens * shape.d_model, own = length(i) * shape.d_model, depth = d_residual.size() / (n_prompts * size);
-        return {{d_residual.data() + i * depth * size, depth, own, size}, {d_image.data() + i * depth * size, depth, own, size},
-                aa_residual.subspan(i * size, own), aa_image.subspan(i * size, own), aa_g[i], n_seen[i]};
+        return {{d_residual.data() + i * depth * size, depth, own, size},
+                {d_image.data() + i * depth * size, depth, own, size},
+                aa_residual.subspan(i * size, own),
+                aa_image.subspan(i * size, own),
+                aa_g[i],
+                n_seen[i]};
     }
 };
 

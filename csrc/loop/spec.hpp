@@ -24,9 +24,7 @@ struct Spec {
     bool return_predictions = false;
 
     // Never passes: all loops run, and nothing counts as a stall.
-    bool is_fixed() const {
-        return rule == Rule::fixed || (rule != Rule::exact && tol == 0.0);
-    }
+    bool is_fixed() const { return rule == Rule::fixed || (rule != Rule::exact && tol == 0.0); }
     bool is_plain() const { return anderson_depth == 0 && on_stall != OnStall::damp; }
     std::int64_t passes_needed() const {
         if (rule == Rule::contraction) return 2;

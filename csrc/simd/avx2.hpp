@@ -89,9 +89,7 @@ struct Avx2<double> {
         __m256d lane = _mm256_setzero_pd();
     };
 
-    LOOPED_INLINE static __m256i lanes(int n) {
-        return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
-    }
+    LOOPED_INLINE static __m256i lanes(int n) { return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3)); }
     LOOPED_INLINE static Avx2 broadcast(double x) { return {_mm256_set1_pd(x)}; }
     LOOPED_INLINE static Avx2 zero() { return {_mm256_setzero_pd()}; }
     LOOPED_INLINE static Avx2 load(const double* p) { return {_mm256_loadu_pd(p)}; }

@@ -37,9 +37,7 @@ struct Avx512<float> {
     LOOPED_INLINE static Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
     LOOPED_INLINE static Avx512 max(Avx512 a, Avx512 b) { return {_mm512_max_ps(a.v, b.v)}; }
     LOOPED_INLINE static Avx512 min(Avx512 a, Avx512 b) { return {_mm512_min_ps(a.v, b.v)}; }
-    LOOPED_INLINE static Avx512 first_n(Avx512 x, int n, Avx512 other) {
-        return {_mm512_mask_blend_ps(lanes(n), other.v, x.v)};
-    }
+    LOOPED_INLINE static Avx512 first_n(Avx512 x, int n, Avx512 other) { return {_mm512_mask_blend_ps(lanes(n), other.v, x.v)}; }
     LOOPED_INLINE static float sum(Avx512 x) { return _mm512_reduce_add_ps(x.v); }
     LOOPED_INLINE static float maximum(Avx512 x) { return _mm512_reduce_max_ps(x.v); }
     static constexpr bool scales_all = true;
@@ -83,9 +81,7 @@ struct Avx512<double> {
     LOOPED_INLINE static Avx512 fma(Avx512 a, Avx512 b, Avx512 c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
     LOOPED_INLINE static Avx512 max(Avx512 a, Avx512 b) { return {_mm512_max_pd(a.v, b.v)}; }
     LOOPED_INLINE static Avx512 min(Avx512 a, Avx512 b) { return {_mm512_min_pd(a.v, b.v)}; }
-    LOOPED_INLINE static Avx512 first_n(Avx512 x, int n, Avx512 other) {
-        return {_mm512_mask_blend_pd(lanes(n), other.v, x.v)};
-    }
+    LOOPED_INLINE static Avx512 first_n(Avx512 x, int n, Avx512 other) { return {_mm512_mask_blend_pd(lanes(n), other.v, x.v)}; }
     LOOPED_INLINE static double sum(Avx512 x) { return _mm512_reduce_add_pd(x.v); }
     LOOPED_INLINE static double maximum(Avx512 x) { return _mm512_reduce_max_pd(x.v); }
     static constexpr bool scales_all = true;

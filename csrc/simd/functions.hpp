@@ -16,7 +16,7 @@ struct Exp2;
 template <>
 struct Exp2<float> {
     static constexpr int degree = 6;
-    static constexpr float coefficient[degree] = {0x1.62e430af272eap-1f, 0x1.ebfbdc3c2fe50p-3f, 0x1.c6aee88e75dbep-5f,
+    static constexpr float coefficient[degree] = {0x1.62e430af272eap-1f, 0x1.ebfbdc3c2fe50p-3f,  0x1.c6aee88e75dbep-5f,
                                                   0x1.3b2d4cf210277p-7f, 0x1.5f3e52fe3dac6p-10f, 0x1.41fbbbe004df3p-13f};
     static constexpr float lowest = -126.0f, highest = 128.0f;  // 2^128 is infinity
 };
@@ -98,9 +98,9 @@ struct NormalTail;
 template <>
 struct NormalTail<float> {
     static constexpr float last = 16.0f, knee = 3.0f;
-    static constexpr float coefficient[] = {
-        0x1.754a76p-1f, -0x1.04c72ap-1f, 0x1.d71384p-3f, -0x1.832d0cp-5f, -0x1.56d5dep-7f, 0x1.c8bdf4p-8f, 0x1.0ca0cep-10f,
-        -0x1.0eb370p-10f, -0x1.009deep-12f, 0x1.139848p-13f, 0x1.c975e4p-15f};
+    static constexpr float coefficient[] = {0x1.754a76p-1f,   -0x1.04c72ap-1f, 0x1.d71384p-3f,  -0x1.832d0cp-5f,
+                                            -0x1.56d5dep-7f,  0x1.c8bdf4p-8f,  0x1.0ca0cep-10f, -0x1.0eb370p-10f,
+                                            -0x1.009deep-12f, 0x1.139848p-13f, 0x1.c975e4p-15f};
 };
 
 // Likewise, 2e-17.
@@ -108,11 +108,11 @@ template <>
 struct NormalTail<double> {
     static constexpr double last = 40.0, knee = 4.0;
     static constexpr double coefficient[] = {
-        0x1.82b4bb8c94dcep-1, -0x1.373e3a893c28ap-1, 0x1.8c6dbf2cfc310p-2, -0x1.7dff2bff68412p-3, 0x1.eec4cc3e43624p-5,
-        -0x1.ee27610458eb7p-8, -0x1.c81719c854315p-9, 0x1.ab825fb825f58p-10, 0x1.17a4a55c0043cp-13, -0x1.e4a423aaf74c6p-13,
-        -0x1.001035396bc54p-19, 0x1.26d08afec2d6ap-15, 0x1.7fcf8debb629ep-21, -0x1.8d4cf6db7b8f8p-18, -0x1.4f9a22baffa34p-21,
-        0x1.126d7d8858a97p-20, 0x1.1b8c92357fdccp-22, -0x1.5186860d3c188p-23, -0x1.4bdd79ba3f5a2p-24, 0x1.1b08bac6a1ab4p-26,
-        0x1.fa8fc321a345dp-27, -0x1.fa4f534a0b4d6p-32, -0x1.5865ac79ceb7ep-30};
+        0x1.82b4bb8c94dcep-1,   -0x1.373e3a893c28ap-1,  0x1.8c6dbf2cfc310p-2,   -0x1.7dff2bff68412p-3,  0x1.eec4cc3e43624p-5,
+        -0x1.ee27610458eb7p-8,  -0x1.c81719c854315p-9,  0x1.ab825fb825f58p-10,  0x1.17a4a55c0043cp-13,  -0x1.e4a423aaf74c6p-13,
+        -0x1.001035396bc54p-19, 0x1.26d08afec2d6ap-15,  0x1.7fcf8debb629ep-21,  -0x1.8d4cf6db7b8f8p-18, -0x1.4f9a22baffa34p-21,
+        0x1.126d7d8858a97p-20,  0x1.1b8c92357fdccp-22,  -0x1.5186860d3c188p-23, -0x1.4bdd79ba3f5a2p-24, 0x1.1b08bac6a1ab4p-26,
+        0x1.fa8fc321a345dp-27,  -0x1.fa4f534a0b4d6p-32, -0x1.5865ac79ceb7ep-30};
 };
 
 // The exact form, x P(X < x) = max(x, 0) - |x| P(X > |x|): the tail keeps its digits on both sides of 0. Off by at most 3.8 units in

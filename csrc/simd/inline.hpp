@@ -12,9 +12,8 @@ namespace looped::simd {
 // body(0), ..., body(N - 1) with the index as a compile-time constant, so that arrays of vectors stay in registers.
 template <int N, class Body>
 LOOPED_INLINE void static_for(Body&& body) {
-    [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
-        (body(std::integral_constant<int, I>{}), ...);
-    }(std::make_integer_sequence<int, N>{});
+    [&]<int... I>(std::integer_sequence<int, I...>)
+        __attribute__((always_inline)) { (body(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
 }  // namespace looped::simd

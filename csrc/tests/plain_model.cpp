@@ -96,7 +96,8 @@ void PlainModel::run_layer(const std::string& prefix, Numbers& x) const {
     if (shape.is_gated()) {
         Numbers passed;
         for (size_t i = 0; i < hidden.size(); i += 2 * shape.d_ff) {
-            for (size_t k = i; k < i + shape.d_ff; ++k) passed.push_back(hidden[k] / (1 + std::exp(-hidden[k])) * hidden[k + shape.d_ff]);
+            for (size_t k = i; k < i + shape.d_ff; ++k)
+                passed.push_back(hidden[k] / (1 + std::exp(-hidden[k])) * hidden[k + shape.d_ff]);
         }
         hidden = passed;
     }

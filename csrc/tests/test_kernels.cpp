@@ -3,8 +3,8 @@
 
 #include <cmath>
 #include <cstring>
-#include <utility>
 #include <limits>
+#include <utility>
 
 #include "block/forward.hpp"
 #include "simd/isa.hpp"
@@ -120,7 +120,8 @@ TEST_CASE_TEMPLATE("attention, causal and full, of any tokens", T, float, double
     const block::Kernels<T>& kernels = simd::kernels<T>();
     for (size_t d : {1, 3, 5, 8, 16, 17, 48}) {
         for (size_t n_tokens : {size_t(1), size_t(2), kernels.tile_rows + 1, size_t(33), size_t(45)}) {
-            for (const auto& [first, end] : {std::pair(size_t(0), n_tokens), {n_tokens / 2, n_tokens}, {n_tokens / 3, n_tokens / 2 + 1}}) {
+            for (const auto& [first, end] :
+                 {std::pair(size_t(0), n_tokens), {n_tokens / 2, n_tokens}, {n_tokens / 3, n_tokens / 2 + 1}}) {
                 for (bool is_causal : {true, false}) {
                     const size_t H = 3, A = H * d, n_keys = (n_tokens + kernels.panel - 1) / kernels.panel * kernels.panel;
                     const Matrix<T> qkv = random_rows<T>(n_tokens, 3 * A, d), out(n_tokens, A);
@@ -228,9 +229,11 @@ TEST_CASE_TEMPLATE("norms, with and without an affine map, into another place or
                 for (size_t j = 0; j < width; ++j) x.rows(n_rows).row(i)[j] += T(2);
             }
             const T eps = T(1e-5);
-            for (auto [norm, has_affine] : {std::pair{Norm::layernorm, false}, {Norm::layernorm, true}, {Norm::rms, true}, {Norm::rms, false}}) {
+            for (auto [norm, has_affine] :
+                 {std::pair{Norm::layernorm, false}, {Norm::layernorm, true}, {Norm::rms, true}, {Norm::rms, false}}) {
                 const bool is_centred = norm == Norm::layernorm;
-                const T *gain = has_affine ? affine.rows(2).row(0) : nullptr, *shift = has_affine && is_centred ? affine.rows(2).row(1) : nullptr;
+                const T *gain = has_affine ? affine.rows(2).row(0) : nullptr,
+                        *shift = has_affine && is_centred ? affine.rows(2).row(1) : nullptr;
                 kernels.normalize(norm, x.rows(n_rows), out.rows(n_rows), eps, gain, shift);
                 for (size_t i = 0; i < n_rows; ++i) {
                     const auto own = x.rows(n_rows).row_span(i);

@@ -101,7 +101,7 @@ class kernels:  # noqa: N801  a module
         shift: np.ndarray | None = None,
         norm: str = "layernorm",
     ) -> None:
-        """out = (x - mean) / sqrt(variance + eps), then * gain + shift, row by row; x / sqrt(mean of squares + eps) for "rms"."""
+        """out = (x - mean) / sqrt(variance + eps), then * gain + shift, row by row; "rms" leaves out mean and shift."""
 
     @staticmethod
     def inject(how: str, state: Matrix32, signal: Matrix32, positions: Matrix32 | None, out: Matrix32) -> None:
