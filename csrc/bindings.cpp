@@ -13,6 +13,7 @@
 #include "batch/run.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/kernels.hpp"
+#include "block/fingerprint.hpp"
 #include "simd/isa.hpp"
 
 namespace looped {
@@ -421,6 +422,14 @@ private:
     std::variant<std::unique_ptr<TypedEngine<float>>, std::unique_ptr<TypedEngine<double>>> typed_;
 };
 
+// Of pieces of memory, each (address, bytes), that the caller keeps alive.
+std::uint64_t fingerprint(const std::vector<std::pair<std::uintptr_t, size_t>>& pieces) {
+    const py::gil_scoped_release release;
+    std::uint64_t all = 0;
+    for (const auto& [address, n] : pieces) all = block::fingerprint({reinterpret_cast<const std::byte*>(address), n}, all);
+    return all;
+}
+
 // GFLOP/s of fused multiply-adds on registers, all threads together.
 double fma_peak(size_t n_threads, double seconds, bool is_double) {
     using Clock = std::chrono::steady_clock;
@@ -459,6 +468,7 @@ PYBIND11_MODULE(_engine, module) {
         "The instruction set in use: portable, avx2, avx512 or neon. LOOPED_ISA in the environment forces one.");
     module.def("fma_peak", &fma_peak, py::arg("n_threads") = 1, py::arg("seconds") = 0.1, py::arg("double") = false,
                "GFLOP/s of fused multiply-adds on registers: the ceiling of every figure of this engine.");
+    module.def("fingerprint", &fingerprint, py::arg("pieces"), "A number that tells whether the memory of any piece has changed.");
     py::class_<Engine>(module, "Engine", "A model's weights, packed. Neither changed nor kept: pack again after an edit.")
         .def(py::init<const py::dict&, const py::dict&>(), py::arg("config"), py::arg("weights"))
         .def_property_readonly("dtype", &Engine::dtype)

@@ -1,6 +1,6 @@
 """The C++ engine (csrc/bindings.cpp and csrc/bindings/)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class Engine:
         """
 
 def isa() -> str: ...
+def fingerprint(pieces: Sequence[tuple[int, int]]) -> int:
+    """A number that tells whether the memory of any piece, (address, bytes), has changed."""
+
 def fma_peak(n_threads: int = 1, seconds: float = 0.1, double: bool = False) -> float: ...
 
 class kernels:  # noqa: N801  a module

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from looped.config import LoopedConfig
-from looped.weights import weights_of
+from looped.weights import has_hooks, weights_of
 
 # Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
 FUSED: dict[str, tuple[torch.dtype, ...]] = {}
@@ -331,7 +331,7 @@ class LoopedTransformer(nn.Module):
             return f"{type(self).__name__} is a class of your own"
         if tuple(weights_of(self)) != self._own_names:
             return "a module or parameter of the model was replaced"
-        if any(module._forward_hooks or module._forward_pre_hooks for module in self.modules()):
+        if has_hooks(self):
             return "a module has hooks"
         return None
 

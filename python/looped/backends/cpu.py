@@ -5,7 +5,6 @@ Its memory has the eager backend's names, so that one `LoopState` serves both.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import threading
@@ -118,7 +117,7 @@ def spec_values(spec: LoopSpec, dtype: torch.dtype) -> dict[str, Any]:
         "on_stall": spec.on_stall,
         "depth": spec.accelerate.depth if spec.accelerate else 0,
         "return_predictions": spec.return_predictions,
-        **dataclasses.asdict(spec.rule),
+        **vars(spec.rule),
     }
 
 
@@ -136,14 +135,16 @@ def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, in
     checksum sees what versions do not, such as edits through `.data`.
     """
     first = next(iter(weights.values()))
-    key = (config, tuple(weights), checksum(weights.values()))
+    tensors = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights.values()]
+    bits = _engine.fingerprint([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+    key = (config, tuple(weights), tuple((tensor.dtype, tensor.shape) for tensor in tensors), bits)
     with _lock:
         known = _packed.get(first)
         if known is None or known[0] != key:
             arrays = {name: np.require(weight.detach().numpy(), requirements=["C", "A"]) for name, weight in weights.items()}
-            known = (key, _engine.Engine(config.to_dict(), arrays))
+            known = (key, _engine.Engine(config.to_dict(), arrays), checksum(weights.values()))
             _packed[first] = known
-        return known[1], key[2]
+        return known[1:]
 
 
 def thread_count() -> int:
