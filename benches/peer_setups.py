@@ -42,7 +42,7 @@ class AllLoops(nn.Module):
         self.model, self.n_loops = model, n_loops
 
     def forward(self, prompts: Tensor) -> Tensor:
-        return self.model(prompts, n_loops=self.n_loops)
+        return self.model(prompts, n_loops=self.n_loops, backend="eager")
 
 
 def ours(model: LoopedTransformer, x: Tensor, n_loops: int, n_threads: int) -> Settings:
@@ -52,7 +52,7 @@ def ours(model: LoopedTransformer, x: Tensor, n_loops: int, n_threads: int) -> S
 def eager(model: LoopedTransformer, x: Tensor, n_loops: int, n_threads: int) -> Settings:
     @torch.inference_mode()
     def call(x: Tensor) -> np.ndarray:
-        return model(x, n_loops=n_loops).numpy()
+        return model(x, n_loops=n_loops, backend="eager").numpy()
 
     return {"": call}
 

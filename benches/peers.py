@@ -130,7 +130,7 @@ def measure(
     x = torch.randn(B, T, model.config.n_dims, generator=torch.Generator().manual_seed(1))
     compared = torch.linspace(0, B - 1, min(B, N_COMPARED)).long()
     with torch.inference_mode():
-        want = random_model(shape).double()(x[compared].double(), n_loops=N_LOOPS).numpy()
+        want = random_model(shape).double()(x[compared].double(), n_loops=N_LOOPS, backend="eager").numpy()
     name = f"{shape}B{B}"
     with tqdm(
         desc=f"{name}, {n_threads} thread{'s' * (n_threads > 1)}", file=sys.stderr, dynamic_ncols=True, leave=False
