@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from loopkernels.loop import FLOATS, INTS, loop_tile
 PRECISIONS = ("bf16", "bf16x3", "tf32", "fp32")
 LOG2_E = 1.0 / math.log(2.0)
 MOST_TOKENS = 256
+RESIDENT_BYTES = 98_304
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Block:
     positions: Tensor | None = None
     loop_norm: str = "each"
     final_norm: tuple[Tensor | None, Tensor | None] = (None, None)
-    read: tuple[Tensor, float] | None = None
+    read: tuple[Tensor, Tensor | None] | None = None
     read_stride: int = 1
 
     @property
@@ -109,6 +111,34 @@ def _table() -> tuple[Launch, ...]:
 
 
 LAUNCHES = _table()
+
+
+def target_of(device: torch.device) -> str:
+    """The launch table's name for a device; the interpreter stands in for Hopper."""
+    if device.type == "cpu":
+        return "sm_90"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def choose(block: Block, precision: str, target: str) -> Launch | None:
+    """The first row that serves the block's width at this precision on this target, or None."""
+    width = padded(block.width)
+    for launch in LAUNCHES:
+        if launch.width == width and launch.precision == precision and target in launch.targets and _fits(block, launch):
+            return launch
+    return None
+
+
+def _fits(block: Block, launch: Launch) -> bool:
+    """Whether a resident row's weights leave room beside them in an SM's shared memory."""
+    if not launch.resident:
+        return True
+    sizes = shape_of(block, launch)
+    tiles = 4 * sizes["H"] * sizes["HP"] + 2 * sizes["FP"]
+    return sizes["N_CORE"] * tiles * sizes["CP"] * 2 <= RESIDENT_BYTES
 
 
 def padded(n: int, least: int = 16) -> int:
@@ -210,7 +240,8 @@ def pack(block: Block, launch: Launch, emulate: bool = False) -> Packed:
     shift = _wide(block.final_norm[1], like, C)
     read_weight, read_bias = None, 0.0
     if block.read is not None:
-        read, read_bias = block.read[0].detach().double().reshape(C), float(block.read[1])
+        read = block.read[0].detach().double().reshape(C)
+        read_bias = 0.0 if block.read[1] is None else block.read[1].detach().item()
         if block.loop_norm == "once":
             read, read_bias = read * scale, read_bias + float(read @ shift)
         read_weight = _pad(read, CP).float()
@@ -354,6 +385,6 @@ def run(
     return Looped(final, going, ints, floats, last_read, reads)
 
 
-def with_rows(launch: Launch, **changes: object) -> Launch:
-    """A launch row with some entries changed."""
-    return dataclasses.replace(launch, **changes)
+def with_stop(stop: Stop, **changes: Any) -> Stop:
+    """A `Stop` with some entries changed."""
+    return dataclasses.replace(stop, **changes)

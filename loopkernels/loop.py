@@ -197,17 +197,17 @@ def resident_layer(
     h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
     x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.static_range(H):
-        wq = tl.trans(held_in[3 * (layer * H + i)])
-        wk = tl.trans(held_in[3 * (layer * H + i) + 1])
-        wv = tl.trans(held_in[3 * (layer * H + i) + 2])
-        wo = tl.trans(held_out[layer * H + i])
+        wq = held_in[3 * (layer * H + i)]
+        wk = held_in[3 * (layer * H + i) + 1]
+        wv = held_in[3 * (layer * H + i) + 2]
+        wo = held_out[layer * H + i]
         bq = tl.load(b_q + (layer * H + i) * HP + tl.arange(0, HP))
         x = attend(x, h, (wq, wq), (wk, wk), (wv, wv), (wo, wo), bq, own, M, NSLOT, CAUSAL, PREC, EMULATE)
     h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
     x += tl.load(b_down + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.static_range(HIDDEN):
-        up = tl.trans(held_up[layer * HIDDEN + i])
-        down = tl.trans(held_down[layer * HIDDEN + i])
+        up = held_up[layer * HIDDEN + i]
+        down = held_down[layer * HIDDEN + i]
         b = tl.load(b_up + (layer * HIDDEN + i) * KC + tl.arange(0, KC))
         x = feed(x, h, (up, up), (down, down), b, ACT, FAST, PREC, EMULATE)
     return x
@@ -255,7 +255,12 @@ def streamed_layer(
     )
 
 
-@triton.jit
+# Values that must not make kernels of their own: one compiled kernel serves any number of prompts and loops.
+COUNTS = ("in_low", "out_low", "up_low", "down_low", "n_queue", "n_tokens", "n_loops", "first_loop", "check_every", "min_loops")
+COUNTS += ("n_passes", "window", "max_steps")
+
+
+@triton.jit(do_not_specialize=COUNTS)
 def loop_tile(
     prompts, start, final, going, before, ints, floats, order, lengths, queue,
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down, norm_scale, norm_shift, positions,
@@ -277,17 +282,17 @@ def loop_tile(
     SLOT: tl.constexpr = M // NSLOT
     HIDDEN: tl.constexpr = FP // KC
     if RESIDENT:
-        held_in = (tile(w_in, 0, HP, CP, False),)
-        held_out = (tile(w_out, 0, CP, HP, False),)
-        held_up = (tile(w_up, 0, KC, CP, False),)
-        held_down = (tile(w_down, 0, CP, KC, False),)
+        held_in = (tl.trans(tile(w_in, 0, HP, CP, False)),)
+        held_out = (tl.trans(tile(w_out, 0, CP, HP, False)),)
+        held_up = (tl.trans(tile(w_up, 0, KC, CP, False)),)
+        held_down = (tl.trans(tile(w_down, 0, CP, KC, False)),)
         for i in tl.static_range(1, 3 * H * N_CORE):
-            held_in = held_in + (tile(w_in, i * HP, HP, CP, False),)
+            held_in = held_in + (tl.trans(tile(w_in, i * HP, HP, CP, False)),)
         for i in tl.static_range(1, H * N_CORE):
-            held_out = held_out + (tile(w_out, i * CP, CP, HP, False),)
+            held_out = held_out + (tl.trans(tile(w_out, i * CP, CP, HP, False)),)
         for i in tl.static_range(1, HIDDEN * N_CORE):
-            held_up = held_up + (tile(w_up, i * KC, KC, CP, False),)
-            held_down = held_down + (tile(w_down, i * CP, CP, KC, False),)
+            held_up = held_up + (tl.trans(tile(w_up, i * KC, KC, CP, False)),)
+            held_down = held_down + (tl.trans(tile(w_down, i * CP, CP, KC, False)),)
 
     program = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, M)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, eager
+from looped.backends import cpu, eager, triton
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
-BACKENDS = ("auto", "cpu", "eager")
+BACKENDS = ("auto", "cpu", "eager", "triton")
 
 log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -157,7 +157,14 @@ def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Cal
     """The backend that runs this, and why that one. Raises ValueError where the one asked for cannot."""
     if backend == "eager":
         return eager.run, "asked for"
-    obstacle = cpu.why_not(model, spec)
+    if backend == "triton" or (backend == "auto" and next(model.parameters()).device.type == "cuda"):
+        obstacle = triton.why_not(model, spec)
+        if obstacle is None:
+            return triton.run, "asked for" if backend == "triton" else "the fastest that runs this model on a GPU"
+        if backend == "triton":
+            raise ValueError(f'solve: backend="triton" cannot run this: {obstacle}; use backend="auto" or "eager"')
+    else:
+        obstacle = cpu.why_not(model, spec)
     if backend == "cpu":
         if obstacle:
             raise ValueError(f'solve: backend="cpu" cannot run this: {obstacle}; use backend="auto" or "eager"')
