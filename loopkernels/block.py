@@ -174,6 +174,64 @@ def attend(
 
 
 @triton.jit
+def store_keys(scratch, low, at, own_rows, k, v, HP: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr):
+    """Keys and values [M, HP] of one head as operands in the scratch: values stand `low` behind keys, low parts 2 low."""
+    c = tl.arange(0, HP)
+    place = scratch + at + own_rows[:, None] * HP + c[None, :]
+    keys = operand(k, PREC, EMULATE)
+    values = operand(v, PREC, EMULATE)
+    tl.store(place, keys[0])
+    tl.store(place + low, values[0])
+    if PREC == "bf16x3":
+        tl.store(place + 2 * low, keys[1])
+        tl.store(place + 3 * low, values[1])
+
+
+@triton.jit
+def load_keys(scratch, low, at, own_rows, HP: tl.constexpr, PREC: tl.constexpr):
+    """A pair of operands that `store_keys` left."""
+    c = tl.arange(0, HP)
+    place = scratch + at + own_rows[:, None] * HP + c[None, :]
+    high = tl.load(place)
+    rest = high
+    if PREC == "bf16x3":
+        rest = tl.load(place + 2 * low)
+    return high, rest
+
+
+@triton.jit
+def attend_blocks(
+    x, q, wo, scratch, low, at, row0, n_blocks, own,
+    M: tl.constexpr, HP: tl.constexpr, CAUSAL: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """x + one head's attention of a row block that starts at row0, over n_blocks blocks of keys in the scratch.
+
+    Softmax runs on (Milakov and Gimelshein, 2018): the largest score, the sum and the output so far. own: the prompt's tokens.
+    """
+    r = row0 + tl.arange(0, M)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    o = tl.zeros([M, HP], tl.float32)
+    for b in range(n_blocks):
+        c = b * M + tl.arange(0, M)
+        k = load_keys(scratch, low, at, c, HP, PREC)
+        v = load_keys(scratch + low, low, at, c, HP, PREC)
+        s = mm(q, turned(k), PREC)
+        if CAUSAL:
+            keep = c[None, :] <= r[:, None]
+        else:
+            keep = (c[None, :] < own) | (c[None, :] == r[:, None])
+        s = tl.where(keep, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        fade = tl.exp2(top - higher)
+        p = tl.exp2(s - higher[:, None])
+        total = total * fade + tl.sum(p, 1)
+        o = mma(operand(p, PREC, EMULATE), v, o * fade[:, None], PREC)
+        top = higher
+    return mma(operand(o * (1.0 / total)[:, None], PREC, EMULATE), wo, x, PREC)
+
+
+@triton.jit
 def feed(x, h, up, down, b_up, ACT: tl.constexpr, FAST: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr):
     """x + the MLP's share of one chunk of hidden units."""
     u = activate(mm(h, up, PREC) + b_up[None, :], ACT, FAST)

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loopkernels.loop import FLOATS, INTS, loop_tile
+from loopkernels.loop import FLOATS, INTS, loop_blocks, loop_tile
 
 PRECISIONS = ("bf16", "bf16x3", "tf32", "fp32")
 LOG2_E = 1.0 / math.log(2.0)
@@ -165,7 +165,7 @@ class Packed:
     positions: Tensor | None
     read_weight: Tensor | None
     read_bias: float
-    fixed: dict[str, object]
+    fixed: dict[str, Any]
 
     @property
     def n_bytes(self) -> int:
@@ -249,7 +249,7 @@ def pack(block: Block, launch: Launch, emulate: bool = False) -> Packed:
         **sizes, NORM=block.norm, EPS=block.eps, ACT=block.activation, CAUSAL=block.mask == "causal", INJECT=block.inject,
         LOOP_NORM=block.loop_norm, STRIDE=block.read_stride, PREC=launch.precision, EMULATE=emulate,
         FAST=launch.precision == "bf16" and launch.targets[0].startswith("sm_") and not emulate,
-        TMA=launch.tma, RESIDENT=launch.resident, HOLD=launch.hold, STAGES=launch.stages,
+        TMA=launch.tma, STAGES=launch.stages,
     )  # fmt: skip
     positions = None if block.positions is None or block.inject == "add" else block.positions.detach().float().contiguous()
     return Packed(
@@ -295,8 +295,8 @@ class Looped:
 
 
 def slot_rows(length: int, rows: int) -> int:
-    """Rows that a prompt takes of a tile: the power of two that holds it, by its own length alone."""
-    return min(padded(length), rows)
+    """Rows that a prompt takes: the power of two that holds it, of a tile; or row blocks of a whole program, by its length alone."""
+    return padded(length) if length <= rows else -(-length // rows) * rows
 
 
 def buckets(lengths: list[int], rows: int) -> dict[int, list[int]]:
@@ -312,6 +312,17 @@ def programs_of(device: torch.device, launch: Launch, n_tiles: int) -> int:
     if device.type == "cpu":  # the interpreter runs them one after another: the second finds an empty queue
         return min(n_tiles, 2)
     return max(1, min(n_tiles, torch.cuda.get_device_properties(device).multi_processor_count * launch.per_sm))
+
+
+def _sources(packed: Packed, weights: list[Tensor]) -> list[Any]:
+    """The weights as the kernels take them: tensors, or descriptors of one tile each."""
+    if not packed.launch.tma:
+        return list(weights)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    CP, HP, KC = (packed.fixed[name] for name in ("CP", "HP", "KC"))
+    shapes = [[HP, CP], [CP, HP], [KC, CP], [CP, KC]]
+    return [TensorDescriptor.from_tensor(w, shape) for w, shape in zip(weights, shapes, strict=True)]
 
 
 @torch.no_grad()
@@ -349,39 +360,43 @@ def run(
     reads = torch.full((B, max(stop.n_loops - first_loop, 0), N), math.nan, device=device) if keeps else None
     if stop.rule == "readout":
         last_read = torch.zeros(B, N, device=device) if last_read is None else last_read.clone()
+    weights = [packed.w_in, packed.w_out, packed.w_up, packed.w_down]
+    sources = _sources(packed, weights)
+    own = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
     nothing = floats
     M = launch.rows
     for rows, members in buckets(lengths, M).items():
-        n_slots = M // rows
+        is_tile = rows <= M
+        n_slots = M // rows if is_tile else 1
         n_programs = programs or programs_of(device, launch, -(-len(members) // n_slots))
         order = torch.tensor(members, dtype=torch.int32).to(device, non_blocking=True)
-        own = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
         queue = torch.zeros(1, dtype=torch.int32, device=device)
-        before = torch.empty(n_programs, 2, M, fixed["CP"], dtype=torch.float32, device=device)
-        weights = [packed.w_in, packed.w_out, packed.w_up, packed.w_down]
-        if launch.tma:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            CP, HP, KC = fixed["CP"], fixed["HP"], fixed["KC"]
-            shapes = [[HP, CP], [CP, HP], [KC, CP], [CP, KC]]
-            sources = [TensorDescriptor.from_tensor(w, s) for w, s in zip(weights, shapes, strict=True)]
-        else:
-            sources = weights
-        lows = [w.shape[0] // 2 for w in weights]
-        options = {} if launch.maxnreg is None or device.type == "cpu" else {"maxnreg": launch.maxnreg}
-        loop_tile[(n_programs,)](
+        before = torch.empty(n_programs, 2, max(M, rows), fixed["CP"], dtype=torch.float32, device=device)
+        arguments = [
             prompts, start, final, final if going is None else going, before, ints, floats, order, own, queue,
-            *sources, *lows, packed.b_q, packed.b_out, packed.b_up, packed.b_down, packed.norm_scale, packed.norm_shift,
-            nothing if packed.positions is None else packed.positions,
+            *sources, *(w.shape[0] // 2 for w in weights), packed.b_q, packed.b_out, packed.b_up, packed.b_down,
+            packed.norm_scale, packed.norm_shift, nothing if packed.positions is None else packed.positions,
             packed.read_weight if is_read else nothing, packed.read_bias,
             nothing if last_read is None else last_read, nothing if reads is None else reads,
+        ]  # fmt: skip
+        counts = [
             len(members), T, stop.n_loops, first_loop, stop.check_every, stop.min_loops, stop.n_passes, stop.window,
             min(2**31 - 1, len(members) * max(1, stop.n_loops) + 1), 0.0 if math.isinf(stop.tol) else stop.tol, stop.phi,
-            **fixed, M=M, NSLOT=n_slots, HAS_POS=packed.positions is not None,
-            READ=2 if keeps else int(stop.rule == "readout"), RULE=stop.rule, ON_STALL=stop.on_stall,
-            ENDLESS=math.isinf(stop.tol),
-            num_warps=launch.warps, num_stages=launch.stages, **options,
+        ]  # fmt: skip
+        constants = fixed | dict(
+            M=M, HAS_POS=packed.positions is not None, READ=2 if keeps else int(stop.rule == "readout"), RULE=stop.rule,
+            ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
+        if launch.maxnreg is not None and device.type != "cpu":
+            constants["maxnreg"] = launch.maxnreg
+        if is_tile:
+            loop_tile[(n_programs,)](
+                *arguments, *counts, **constants, NSLOT=n_slots, RESIDENT=launch.resident, HOLD=launch.hold
+            )  # fmt: skip
+        else:
+            parts = 4 if launch.precision == "bf16x3" else 2
+            keys = packed.w_in.new_empty(n_programs, parts, fixed["H"], rows, fixed["HP"])
+            loop_blocks[(n_programs,)](*arguments, keys, *counts, **constants, TP=rows)
     return Looped(final, going, ints, floats, last_read, reads)
 
 

@@ -15,12 +15,15 @@ import triton.language as tl
 
 from loopkernels.block import (
     attend,
+    attend_blocks,
     feed,
     load_rows,
+    mm,
     normalise,
     operand,
     row_lengths,
     slot_sum,
+    store_keys,
     store_rows,
     tile,
     weight,
@@ -412,5 +415,160 @@ def loop_tile(
             prompt = tl.where(leaving, -1, prompt)
             own = tl.where(leaving, 0, own)
             prompt, fresh, empty = fill(prompt, fresh, empty, queue, order, ints, n_queue, n_loops, NSLOT)
+        running = tl.sum((prompt >= 0).to(tl.int32), 0)
+        step += 1
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def loop_blocks(
+    prompts, start, final, going, before, ints, floats, order, lengths, queue,
+    w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down, norm_scale, norm_shift, positions,
+    read_weight, read_bias, last_read, reads, keys,
+    n_queue, n_tokens, n_loops, first_loop, check_every, min_loops, n_passes, window, max_steps, tol, phi,
+    C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
+    N_CORE: tl.constexpr, M: tl.constexpr, TP: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
+    CAUSAL: tl.constexpr, INJECT: tl.constexpr, HAS_POS: tl.constexpr, LOOP_NORM: tl.constexpr, READ: tl.constexpr,
+    STRIDE: tl.constexpr, RULE: tl.constexpr, ON_STALL: tl.constexpr, ENDLESS: tl.constexpr, PREC: tl.constexpr,
+    EMULATE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All loops of prompts of up to TP tokens, a multiple of M: one prompt a program, row blocks one after the other.
+
+    A layer is two passes over the blocks: keys and values of all of them into the scratch, then attention and MLP. The state stands in
+    `before` [programs, 2, TP, CP]: Y in one half, the stream that becomes F in the other; the halves change roles every loop. keys
+    [programs, 2 or 4, H, TP, HP]. The rest is as in `loop_tile`.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, M)
+    one = tl.arange(0, 1)
+    n_read = (n_tokens + STRIDE - 1) // STRIDE
+    low = H * TP * HP
+    parts: tl.constexpr = 4 if PREC == "bf16x3" else 2
+    keys += program * (parts * H * TP * HP)
+    zero = tl.zeros([1], tl.int32)
+    counters = (zero, zero, zero, zero, zero, zero, tl.zeros([1], tl.float32), tl.zeros([1], tl.float32))
+    step = tl.full((), 0, tl.int32)
+    empty = tl.full((), 0, tl.int32)
+    own = tl.full((), 0, tl.int32)
+    prompt, fresh, empty = fill(zero - 1, zero, empty, queue, order, ints, n_queue, n_loops, 1)
+    running = tl.sum((prompt >= 0).to(tl.int32), 0)
+    while (running > 0) & (step < max_steps):
+        at = tl.sum(prompt, 0).to(tl.int64)
+        own = tl.load(lengths + at)
+        n_blocks = (own + M - 1) // M
+        state = before + (program * 2 + (step % 2)) * (TP * CP)
+        stream = before + (program * 2 + (1 - step % 2)) * (TP * CP)
+        if tl.sum(fresh, 0) > 0:
+            counters = recall(ints, floats, prompt, fresh, counters)
+            for b in range(n_blocks):
+                token = b * M + r
+                x = load_rows(start, (at * n_tokens + token) * C, token < own, C, CP)
+                store_rows(state, token * CP, token < TP, x, CP, CP)
+            fresh = zero
+            tl.debug_barrier()
+        t = counters[0] + 1
+        damped = counters[4]
+        n2 = tl.zeros([1], tl.float32)
+        g2 = tl.zeros([1], tl.float32)
+        differing = zero
+        change2 = tl.zeros([1], tl.float32)
+        size2 = tl.zeros([1], tl.float32)
+        for layer in range(N_CORE):
+            for b in range(n_blocks):
+                token = b * M + r
+                if layer == 0:
+                    x = load_rows(state, token * CP, token < TP, CP, CP)
+                    p = x
+                    if INJECT != "none":
+                        p = load_rows(prompts, (at * n_tokens + token) * C, token < own, C, CP)
+                    pos = x
+                    if HAS_POS:
+                        pos = load_rows(positions, token * C, token < own, C, CP)
+                    x = injected(x, p, pos, INJECT, HAS_POS)
+                    store_rows(stream, token * CP, token < TP, x, CP, CP)
+                else:
+                    x = load_rows(stream, token * CP, token < TP, CP, CP)
+                h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
+                for i in tl.range(0, H, num_stages=STAGES):
+                    tiles = (layer * H + i) * (3 * HP)
+                    k = mm(h, weight(w_in, tiles + HP, in_low, HP, CP, PREC, TMA), PREC)
+                    v = mm(h, weight(w_in, tiles + 2 * HP, in_low, HP, CP, PREC, TMA), PREC)
+                    store_keys(keys, low, i * (TP * HP), token, k, v, HP, PREC, EMULATE)
+            tl.debug_barrier()
+            for b in range(n_blocks):
+                token = b * M + r
+                x = load_rows(stream, token * CP, token < TP, CP, CP)
+                h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
+                x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
+                sees = b + 1 if CAUSAL else n_blocks
+                for i in range(H):
+                    head = layer * H + i
+                    wq = weight(w_in, head * (3 * HP), in_low, HP, CP, PREC, TMA)
+                    wo = weight(w_out, head * CP, out_low, CP, HP, PREC, TMA)
+                    bq = tl.load(b_q + head * HP + tl.arange(0, HP))
+                    q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
+                    x = attend_blocks(
+                        x, q, wo, keys, low, i * (TP * HP), b * M, sees, own, M, HP, CAUSAL, PREC, EMULATE
+                    )  # fmt: skip
+                x = streamed_mlp(
+                    x, layer, w_up, w_down, up_low, down_low, b_up, b_down,
+                    C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                )  # fmt: skip
+                if layer == N_CORE - 1:
+                    if LOOP_NORM == "each":
+                        x = normalise(x, C, CP, EPS, NORM)
+                        scale = tl.load(norm_scale + tl.arange(0, CP))
+                        x = x * scale[None, :] + tl.load(norm_shift + tl.arange(0, CP))[None, :]
+                    valid = token < own
+                    x = tl.where(valid[:, None], x, 0.0)
+                    y = load_rows(state, token * CP, token < TP, CP, CP)
+                    n2 += tl.sum(tl.sum(x * x, 1), 0)
+                    g2 += tl.sum(tl.sum((x - y) * (x - y), 1), 0)
+                    if RULE == "exact":
+                        moved = x.to(tl.int32, bitcast=True) != y.to(tl.int32, bitcast=True)
+                        differing += tl.sum(tl.sum(moved.to(tl.int32), 1), 0)
+                    if READ:
+                        z = x
+                        if LOOP_NORM == "once":
+                            z = normalise(x, C, CP, EPS, NORM)
+                        read = tl.sum(z * tl.load(read_weight + tl.arange(0, CP))[None, :], 1) + read_bias
+                        reading = valid & (token % STRIDE == 0)
+                        if READ == 2:
+                            passage = at * (n_loops - first_loop) + tl.sum(t, 0) - 1 - first_loop
+                            tl.store(reads + passage * n_read + token // STRIDE, read, mask=reading)
+                        if RULE == "readout":
+                            place = last_read + at * n_read + token // STRIDE
+                            last = tl.load(place, mask=reading, other=0.0)
+                            change2 += tl.sum(tl.where(reading, (read - last) * (read - last), 0.0), 0)
+                            size2 += tl.sum(tl.where(reading, read * read, 0.0), 0)
+                            due = row_lengths((t % check_every == 0).to(tl.int32), M, 1) != 0
+                            tl.store(place, read, mask=reading & due)
+                store_rows(stream, token * CP, token < TP, x, CP, CP)
+            tl.debug_barrier()
+
+        counters = (t, counters[1], counters[2], counters[3], counters[4], counters[5], counters[6], counters[7])
+        counters, leaving, status, done, residual = judge(
+            counters, g2, n2, differing, change2, size2, n_loops, check_every, min_loops, n_passes, window, tol, phi,
+            RULE, ON_STALL, ENDLESS,
+        )  # fmt: skip
+        leaves = tl.sum(leaving.to(tl.int32), 0)
+        halfway = tl.sum(damped, 0)
+        if (leaves > 0) | (halfway > 0):
+            for b in range(n_blocks):
+                token = b * M + r
+                rows = (at * n_tokens + token) * C
+                x = load_rows(stream, token * CP, token < TP, CP, CP)
+                if leaves > 0:
+                    store_rows(final, rows, token < own, x, C, CP)
+                if ON_STALL == "damp":
+                    if halfway > 0:
+                        y = load_rows(state, token * CP, token < TP, CP, CP)
+                        x = y + 0.5 * (x - y)
+                        store_rows(stream, token * CP, token < TP, x, CP, CP)
+                    if leaves > 0:
+                        store_rows(going, rows, token < own, x, C, CP)
+            tl.debug_barrier()
+        if leaves > 0:
+            remember(ints, floats, prompt + one * 0, leaving, counters, status, done, residual)
+            prompt, fresh, empty = fill(zero - 1, zero, empty, queue, order, ints, n_queue, n_loops, 1)
         running = tl.sum((prompt >= 0).to(tl.int32), 0)
         step += 1
