@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loopkernels.launch import LAUNCHES, Launch
-from loopkernels.loop import COUNTS, loop_tile
+from loopkernels.loop import COUNTS, loop_blocks, loop_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -46,6 +46,7 @@ class Report:
     """What one launch row compiled to."""
 
     target: str
+    row: str
     kernel: str
     precision: str
     rows: int
@@ -57,58 +58,72 @@ class Report:
     matrix_instructions: int = 0
     waits: int = 0
     instructions: int = 0
+    advice: tuple[str, ...] = ()
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
 
 
-def signature_of(launch: Launch, sizes: dict[str, int]) -> dict[str, str]:
-    """Types of the run-time arguments of `loop_tile`."""
+def signature_of(launch: Launch, sizes: dict[str, Any]) -> dict[str, str]:
+    """Types of the run-time arguments."""
     element = "bf16" if launch.precision.startswith("bf16") else "fp32"
+    by_descriptor = launch.tma and not sizes.get("RESIDENT")
     CP, HP, KC = sizes["CP"], sizes["HP"], sizes["KC"]
     shapes = {"w_in": (HP, CP), "w_out": (CP, HP), "w_up": (KC, CP), "w_down": (CP, KC)}
     types = dict.fromkeys(("ints", "order", "lengths", "queue"), "*i32") | dict.fromkeys(("tol", "phi", "read_bias"), "fp32")
     types |= dict.fromkeys(COUNTS, "i32")
     for name, (rows, columns) in shapes.items():
-        types[name] = f"tensordesc<{element}[{rows},{columns}]>" if launch.tma else f"*{element}"
+        types[name] = f"tensordesc<{element}[{rows},{columns}]>" if by_descriptor else f"*{element}"
+    types["keys"] = f"*{element}"
     return types
 
 
-def compile_row(launch: Launch, target: str, n_heads: int | None = None, slots: int = 1, **fixed: Any) -> Any:
-    """The compiled kernel of a launch row for its widest block. `fixed` changes compile-time arguments."""
+def constants_of(launch: Launch, target: str, kernel: str, n_heads: int | None) -> dict[str, Any]:
+    """Compile-time arguments for a row's widest block: the looped in-context learner's, with the exit rule it is evaluated with."""
     C = launch.width
     H = n_heads or max(1, C // 32 if C > 64 else C // 16)
-    sizes = dict(C=C, CP=C, H=H, HP=max(16, C // H), FP=4 * C, KC=min(launch.chunk, 4 * C), N_CORE=1)
+    HP = max(16, C // H)
     constants = dict(
-        **sizes, M=launch.rows, NSLOT=slots, NORM="layernorm", EPS=1e-5, ACT="gelu_tanh", CAUSAL=True, INJECT="add", HAS_POS=False,
-        LOOP_NORM="each", READ=0, STRIDE=1, RULE="contraction", ON_STALL="exit", ENDLESS=False, PREC=launch.precision, EMULATE=False,
-        FAST=launch.precision == "bf16" and target.startswith("sm_"), TMA=launch.tma, RESIDENT=launch.resident, HOLD=launch.hold,
-        STAGES=launch.stages,
+        C=C, CP=C, H=H, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_CORE=1, M=launch.rows, NORM="layernorm", EPS=1e-5,
+        ACT="gelu_tanh", CAUSAL=True, INJECT="add", HAS_POS=False, LOOP_NORM="each", READ=0, STRIDE=1, RULE="contraction",
+        ON_STALL="exit", ENDLESS=False, PREC=launch.precision, EMULATE=False,
+        FAST=launch.precision == "bf16" and target.startswith("sm_"), TMA=launch.tma, STAGES=launch.stages,
     )  # fmt: skip
-    constants |= fixed
-    types = signature_of(launch, sizes)
-    names = loop_tile.arg_names
+    if kernel == "tile":
+        return constants | dict(NSLOT=1, RESIDENT=launch.resident, HOLD=launch.hold)
+    return constants | dict(TP=-(-101 // launch.rows) * launch.rows)
+
+
+def compile_row(launch: Launch, target: str, kernel: str = "tile", n_heads: int | None = None, **changes: Any) -> Any:
+    """The compiled kernel of a launch row: `loop_tile` or `loop_blocks`. `changes` replaces compile-time arguments."""
+    constants = constants_of(launch, target, kernel, n_heads) | changes
+    function = loop_tile if kernel == "tile" else loop_blocks
+    types = signature_of(launch, constants)
+    names = function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
-    source = ASTSource(loop_tile, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
     options = dict(num_warps=launch.warps, num_stages=launch.stages)
     if launch.maxnreg and target.startswith("sm_"):
         options["maxnreg"] = launch.maxnreg
     return triton.compile(source, target=TARGETS[target], options=options)
 
 
-def examine(launch: Launch, target: str, **changes: Any) -> Report:
+def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -> Report:
     """Compile one row and read its figures."""
-    report = Report(target, launch.name, launch.precision, launch.rows, launch.warps)
+    report = Report(target, launch.name, kernel, launch.precision, launch.rows, launch.warps)
     began = time.time()
-    kernel = compile_row(launch, target, **changes)
+    compiled = compile_row(launch, target, kernel, **changes)
     report.seconds = time.time() - began
-    report.shared = kernel.metadata.shared
-    report.tensor_memory = getattr(kernel.metadata, "tmem_size", 0) or 0
+    report.shared = compiled.metadata.shared
+    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
     if target.startswith("sm_"):
-        _read_cubin(kernel.asm["cubin"], report)
+        _read_cubin(compiled.asm["cubin"], report)
+        _read_advice(compiled.asm["ptx"], target, report)
     else:
-        _read_amdgcn(kernel.asm["amdgcn"], report)
+        _read_amdgcn(compiled.asm["amdgcn"], report)
     report.faults = tuple(_faults(launch, report))
+    if kernel == "tile" and launch.resident:
+        report.faults += tuple(_residency_faults(compiled.asm["ttgir"]))
     return report
 
 
@@ -124,10 +139,46 @@ def _read_cubin(cubin: bytes, report: Report) -> None:
         code = subprocess.run([_tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found:
-        report.registers, report.spilled = int(found[1]), int(found[2])
+        report.registers = int(found[1])
     report.matrix_instructions = len(re.findall(rf"\b{MATRIX_INSTRUCTION[report.target]}", code))
     report.waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
     report.instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", code))
+
+
+def _read_advice(ptx: str, target: str, report: Report) -> None:
+    """Spills and warnings, from the assembler's own account."""
+    name = _tool("ptxas-blackwell" if Path(_tool("ptxas-blackwell")).exists() and target != "sm_80" else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        chip = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        command = [name, "-v", f"--gpu-name={chip[1] if chip else target}", path, "-o", Path(folder) / "kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True).stderr
+    report.spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
+
+
+def _residency_faults(ttgir: str) -> list[str]:
+    """Weights must be laid into shared memory before the loop, and not read inside it."""
+    loop = ttgir.find("scf.while", ttgir.find("held") if "held" in ttgir else 0)
+    main = max((m.start() for m in re.finditer(r"scf\.while", ttgir)), key=lambda i: len(_region(ttgir, i)), default=loop)
+    before, inside = ttgir[:main], _region(ttgir, main)
+    faults = []
+    if before.count("ttg.local_alloc") < 6:
+        faults.append("weights are not in shared memory before the loop")
+    if re.search(r"ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local", inside):
+        faults.append("the loop reads weights")
+    return faults
+
+
+def _region(text: str, start: int) -> str:
+    """The text of an operation with its regions, braces matched from the first one after start."""
+    depth, i = 0, text.find("{", start)
+    for j in range(i, len(text)):
+        depth += (text[j] == "{") - (text[j] == "}")
+        if depth == 0 and not text[j + 1 : j + 6].startswith(" do {"):
+            return text[start : j + 1]
+    return text[start:]
 
 
 def _read_amdgcn(text: str, report: Report) -> None:
@@ -148,6 +199,12 @@ def _faults(launch: Launch, report: Report) -> list[str]:
         faults.append("no matrix instruction")
     if report.instructions < LEAST_INSTRUCTIONS:
         faults.append(f"{report.instructions} instructions: an empty kernel")
+    if report.target == "sm_90" and report.waits > 0.5 * report.matrix_instructions > 0:
+        faults.append(f"{report.waits} waits for {report.matrix_instructions} matrix instructions: serialised")
+    faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE]
+    budget = launch.spill_budget
+    if report.spilled > budget:
+        faults.append(f"{report.spilled} bytes spilled, the budget is {budget}")
     return faults
 
 
@@ -162,8 +219,9 @@ def main() -> None:
     for target in TARGETS if chosen.target == "all" else [chosen.target]:
         for launch in LAUNCHES:
             if target in launch.targets and chosen.kernel in ("all", launch.name) and chosen.precision in ("all", launch.precision):
-                reports.append(examine(launch, target))
-                print_report(reports[-1])
+                for kernel in ("tile", "blocks"):
+                    reports.append(examine(launch, target, kernel))
+                    print_report(reports[-1])
     if chosen.json:
         Path(chosen.json).write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")
     sys.exit(any(report.faults for report in reports))

@@ -93,6 +93,7 @@ class Launch:
     tma: bool = False
     per_sm: int = 1
     maxnreg: int | None = None
+    spill_budget: int = 0
 
 
 def _table() -> tuple[Launch, ...]:
@@ -100,7 +101,7 @@ def _table() -> tuple[Launch, ...]:
     rows = []
     for width in (16, 32, 64):
         rows.append(
-            Launch(f"R{width}", hopper, width, "bf16", 64, 4, min(64, 4 * width), resident=True, per_sm=2)
+            Launch(f"R{width}", hopper, width, "bf16", 64, 4, min(64, 4 * width), resident=True, per_sm=2, tma=True)
         )
     for precision in PRECISIONS:
         for width in (16, 32, 64, 128, 256):
@@ -314,10 +315,13 @@ def programs_of(device: torch.device, launch: Launch, n_tiles: int) -> int:
     return max(1, min(n_tiles, torch.cuda.get_device_properties(device).multi_processor_count * launch.per_sm))
 
 
+def most_steps(n_prompts: int, n_loops: int) -> int:
+    """The watchdog: more loops than one program could run if it ran every prompt alone."""
+    return min(2**31 - 1, n_prompts * n_loops + 1)
+
+
 def _sources(packed: Packed, weights: list[Tensor]) -> list[Any]:
-    """The weights as the kernels take them: tensors, or descriptors of one tile each."""
-    if not packed.launch.tma:
-        return list(weights)
+    """Descriptors of the weights, one tile each."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     CP, HP, KC = (packed.fixed[name] for name in ("CP", "HP", "KC"))
@@ -361,7 +365,6 @@ def run(
     if stop.rule == "readout":
         last_read = torch.zeros(B, N, device=device) if last_read is None else last_read.clone()
     weights = [packed.w_in, packed.w_out, packed.w_up, packed.w_down]
-    sources = _sources(packed, weights)
     own = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
     nothing = floats
     M = launch.rows
@@ -369,6 +372,8 @@ def run(
         is_tile = rows <= M
         n_slots = M // rows if is_tile else 1
         n_programs = programs or programs_of(device, launch, -(-len(members) // n_slots))
+        by_descriptor = launch.tma and not (is_tile and launch.resident)
+        sources = _sources(packed, weights) if by_descriptor else weights
         order = torch.tensor(members, dtype=torch.int32).to(device, non_blocking=True)
         queue = torch.zeros(1, dtype=torch.int32, device=device)
         before = torch.empty(n_programs, 2, max(M, rows), fixed["CP"], dtype=torch.float32, device=device)
@@ -381,7 +386,7 @@ def run(
         ]  # fmt: skip
         counts = [
             len(members), T, stop.n_loops, first_loop, stop.check_every, stop.min_loops, stop.n_passes, stop.window,
-            min(2**31 - 1, len(members) * max(1, stop.n_loops) + 1), 0.0 if math.isinf(stop.tol) else stop.tol, stop.phi,
+            most_steps(len(members), stop.n_loops), 0.0 if math.isinf(stop.tol) else stop.tol, stop.phi,
         ]  # fmt: skip
         constants = fixed | dict(
             M=M, HAS_POS=packed.positions is not None, READ=2 if keeps else int(stop.rule == "readout"), RULE=stop.rule,

@@ -496,7 +496,8 @@ def loop_blocks(
             tl.debug_barrier()
             for b in range(n_blocks):
                 token = b * M + r
-                x = load_rows(stream, token * CP, token < TP, CP, CP)
+                # Another form of the addresses that the block is stored to: one form would stay in registers in between.
+                x = load_rows(stream + b * (M * CP), r * CP, r < M, CP, CP)
                 h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
                 x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
                 sees = b + 1 if CAUSAL else n_blocks
