@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942":
 TENSOR_MEMORY_LIMIT = 512
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC[A-Z]*MMA", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 FORBIDDEN_ADVICE = ("C7510", "C7511", "C7514", "C7515", "C7519")
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
 LEAST_INSTRUCTIONS = 500  # a kernel that asks too much tensor memory compiles to an empty trap, silently
 
 
@@ -102,7 +105,8 @@ def compile_row(launch: Launch, target: str, kernel: str = "tile", n_heads: int 
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
-    options = dict(num_warps=launch.warps, num_stages=launch.stages)
+    warps = launch.warps if kernel == "tile" else launch.block_warps
+    options = dict(num_warps=warps, num_stages=launch.stages)
     if launch.maxnreg and target.startswith("sm_"):
         options["maxnreg"] = launch.maxnreg
     return triton.compile(source, target=TARGETS[target], options=options)
@@ -121,9 +125,9 @@ def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -
         _read_advice(compiled.asm["ptx"], target, report)
     else:
         _read_amdgcn(compiled.asm["amdgcn"], report)
-    report.faults = tuple(_faults(launch, report))
+    report.faults = tuple(faults_of(launch, report))
     if kernel == "tile" and launch.resident:
-        report.faults += tuple(_residency_faults(compiled.asm["ttgir"]))
+        report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
     return report
 
 
@@ -158,27 +162,28 @@ def _read_advice(ptx: str, target: str, report: Report) -> None:
     report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
 
 
-def _residency_faults(ttgir: str) -> list[str]:
-    """Weights must be laid into shared memory before the loop, and not read inside it."""
-    loop = ttgir.find("scf.while", ttgir.find("held") if "held" in ttgir else 0)
-    main = max((m.start() for m in re.finditer(r"scf\.while", ttgir)), key=lambda i: len(_region(ttgir, i)), default=loop)
-    before, inside = ttgir[:main], _region(ttgir, main)
+def residency_faults(ttgir: str) -> list[str]:
+    """What speaks against weights that are laid into shared memory before the loop and stay there."""
+    lines = ttgir.splitlines()
+    start, end = max(_loops(lines), key=lambda span: span[1] - span[0], default=(0, 0))
     faults = []
-    if before.count("ttg.local_alloc") < 6:
-        faults.append("weights are not in shared memory before the loop")
-    if re.search(r"ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local", inside):
+    if sum("ttg.local_alloc" in line and "= ttg.local_alloc %" in line for line in lines[:start]) < 6:
+        faults.append("the weights are not in shared memory before the loop")
+    inside = "\n".join(lines[start:end])
+    if re.search(r"async_copy_global_to_local|async_tma_copy_global_to_local|descriptor_load", inside):
         faults.append("the loop reads weights")
     return faults
 
 
-def _region(text: str, start: int) -> str:
-    """The text of an operation with its regions, braces matched from the first one after start."""
-    depth, i = 0, text.find("{", start)
-    for j in range(i, len(text)):
-        depth += (text[j] == "{") - (text[j] == "}")
-        if depth == 0 and not text[j + 1 : j + 6].startswith(" do {"):
-            return text[start : j + 1]
-    return text[start:]
+def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """First and last line of every `scf.while`, both of its regions."""
+    for start, line in enumerate(lines):
+        if "scf.while" in line:
+            closing = " " * (len(line) - len(line.lstrip())) + "}"
+            for end in range(start + 1, len(lines)):
+                if lines[end].startswith(closing) and not lines[end].startswith(closing + " do"):
+                    yield start, end
+                    break
 
 
 def _read_amdgcn(text: str, report: Report) -> None:
@@ -189,7 +194,8 @@ def _read_amdgcn(text: str, report: Report) -> None:
     report.instructions = len(re.findall(r"^\s+[svdb][a-z_]*_", text, re.MULTILINE))
 
 
-def _faults(launch: Launch, report: Report) -> list[str]:
+def faults_of(launch: Launch, report: Report) -> list[str]:
+    """The gates that a compiled row does not pass."""
     faults = []
     if report.shared > SHARED_LIMIT[report.target]:
         faults.append(f"{report.shared} bytes of shared memory, the chip has {SHARED_LIMIT[report.target]}")
@@ -202,7 +208,7 @@ def _faults(launch: Launch, report: Report) -> list[str]:
     if report.target == "sm_90" and report.waits > 0.5 * report.matrix_instructions > 0:
         faults.append(f"{report.waits} waits for {report.matrix_instructions} matrix instructions: serialised")
     faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE]
-    budget = launch.spill_budget
+    budget = launch.spill_budget + (0 if VERSION >= (3, 9) else OLDER_SPILLS)
     if report.spilled > budget:
         faults.append(f"{report.spilled} bytes spilled, the budget is {budget}")
     return faults

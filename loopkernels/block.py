@@ -137,18 +137,15 @@ def slot_sum(rows, M: tl.constexpr, NSLOT: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    x, h, wq, wk, wv, wo, bq, own,
-    M: tl.constexpr, NSLOT: tl.constexpr, CAUSAL: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr,
+def mixed(
+    q, k, v, own, M: tl.constexpr, NSLOT: tl.constexpr, CAUSAL: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr
 ):  # fmt: skip
-    """x + one head's attention, for prompts that lie whole in the tile. own [M]: tokens of the prompt of each row.
+    """One head's attention for prompts that lie whole in the tile: its output as a pair, and NaN [M] for rows to be spoilt (else 0).
 
-    Scale and log2(e) are folded into wq and bq, the value bias into the output bias; a key bias changes no softmax.
+    q, k: pairs; v float32. own [M]: tokens of the prompt of each row. Scores come in units of log 2: scale and log2(e) are folded into
+    the query's weights, the value's bias into the output's, and a key bias changes no softmax.
     """
     SLOT: tl.constexpr = M // NSLOT
-    q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
-    k = operand(mm(h, wk, PREC), PREC, EMULATE)
-    v = mm(h, wv, PREC)
     bad = tl.zeros([M], tl.float32)
     if NSLOT > 1:  # 0 * NaN is NaN: a neighbour's must not enter the product
         bad = tl.sum(v * 0.0, 1)
@@ -167,10 +164,7 @@ def attend(
     else:
         total = tl.sum(p, 1)
     o = mm(operand(p, PREC, EMULATE), operand(v, PREC, EMULATE), PREC) * (1.0 / total)[:, None]
-    x = mma(operand(o, PREC, EMULATE), wo, x, PREC)
-    if NSLOT > 1:
-        x += bad[:, None]
-    return x
+    return operand(o, PREC, EMULATE), bad
 
 
 @triton.jit
@@ -200,11 +194,11 @@ def load_keys(scratch, low, at, own_rows, HP: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def attend_blocks(
-    x, q, wo, scratch, low, at, row0, n_blocks, own,
+def mixed_blocks(
+    q, scratch, low, at, row0, n_blocks, own,
     M: tl.constexpr, HP: tl.constexpr, CAUSAL: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """x + one head's attention of a row block that starts at row0, over n_blocks blocks of keys in the scratch.
+    """One head's attention of a row block that starts at row0, over n_blocks blocks of keys in the scratch, as a pair.
 
     Softmax runs on (Milakov and Gimelshein, 2018): the largest score, the sum and the output so far. own: the prompt's tokens.
     """
@@ -228,14 +222,7 @@ def attend_blocks(
         total = total * fade + tl.sum(p, 1)
         o = mma(operand(p, PREC, EMULATE), v, o * fade[:, None], PREC)
         top = higher
-    return mma(operand(o * (1.0 / total)[:, None], PREC, EMULATE), wo, x, PREC)
-
-
-@triton.jit
-def feed(x, h, up, down, b_up, ACT: tl.constexpr, FAST: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr):
-    """x + the MLP's share of one chunk of hidden units."""
-    u = activate(mm(h, up, PREC) + b_up[None, :], ACT, FAST)
-    return mma(operand(u, PREC, EMULATE), down, x, PREC)
+    return operand(o * (1.0 / total)[:, None], PREC, EMULATE)
 
 
 @triton.jit

@@ -95,23 +95,54 @@ class Launch:
     maxnreg: int | None = None
     spill_budget: int = 0
 
-
-def _table() -> tuple[Launch, ...]:
-    hopper, ampere, amd = ("sm_90", "sm_100"), ("sm_80",), ("gfx942", "gfx950")
-    rows = []
-    for width in (16, 32, 64):
-        rows.append(
-            Launch(f"R{width}", hopper, width, "bf16", 64, 4, min(64, 4 * width), resident=True, per_sm=2, tma=True)
-        )
-    for precision in PRECISIONS:
-        for width in (16, 32, 64, 128, 256):
-            chunk = 32 if width > 128 else 64
-            rows.append(Launch(f"S{width}", hopper, width, precision, 64, 4 if width < 128 else 8, chunk, tma=True))
-            rows.append(Launch(f"S{width}", ampere + amd, width, precision, 64 if width < 256 else 32, 4 if width < 128 else 8, chunk))
-    return tuple(rows)
+    @property
+    def block_warps(self) -> int:
+        """Warps of `loop_blocks`: it holds more at a time than `loop_tile`, and four warps serialise its matrix instructions."""
+        return max(self.warps, 8)
 
 
-LAUNCHES = _table()
+HOPPER, AMPERE, AMD = ("sm_90", "sm_100"), ("sm_80",), ("gfx942", "gfx950")
+
+# Chosen from compiled figures (registers, spills, shared memory; docs/kernels.md): no row has been timed on a device yet. Where no
+# row of a width and precision names a target, the backend says so: tf32 at 256 lanes serialises its matrix instructions, and fp32
+# without a matrix unit is for checking, not for speed.
+LAUNCHES = (
+    Launch("R16", HOPPER, 16, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
+    Launch("R32", HOPPER, 32, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
+    Launch("R64", HOPPER, 64, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
+    Launch("S16", HOPPER, 16, "bf16", 64, 4, 64, tma=True, per_sm=2),
+    Launch("S32", HOPPER, 32, "bf16", 64, 4, 64, tma=True, per_sm=2),
+    Launch("S64", HOPPER, 64, "bf16", 64, 4, 64, tma=True, per_sm=2),
+    Launch("S128", HOPPER, 128, "bf16", 64, 8, 64, tma=True),
+    Launch("S256", HOPPER, 256, "bf16", 64, 8, 32, tma=True, spill_budget=640),
+    Launch("S16", HOPPER, 16, "bf16x3", 64, 4, 64, tma=True),
+    Launch("S32", HOPPER, 32, "bf16x3", 64, 4, 64, tma=True),
+    Launch("S64", HOPPER, 64, "bf16x3", 64, 4, 64, tma=True),
+    Launch("S128", HOPPER, 128, "bf16x3", 64, 8, 64, tma=True, spill_budget=1024),
+    Launch("S256", HOPPER, 256, "bf16x3", 64, 8, 32, stages=1, tma=True, spill_budget=6144),
+    Launch("S16", HOPPER, 16, "tf32", 64, 4, 64, tma=True),
+    Launch("S32", HOPPER, 32, "tf32", 64, 4, 64, tma=True),
+    Launch("S64", HOPPER, 64, "tf32", 64, 4, 64, tma=True),
+    Launch("S128", HOPPER, 128, "tf32", 64, 8, 64, tma=True, spill_budget=1280),
+    Launch("S16", AMPERE + AMD, 16, "bf16", 64, 4, 64),
+    Launch("S32", AMPERE + AMD, 32, "bf16", 64, 4, 64),
+    Launch("S64", AMPERE + AMD, 64, "bf16", 64, 4, 64),
+    Launch("S128", AMPERE + AMD, 128, "bf16", 64, 8, 64),
+    Launch("S256", AMPERE + AMD, 256, "bf16", 32, 8, 32),
+    Launch("S16", AMPERE + AMD, 16, "bf16x3", 64, 4, 64),
+    Launch("S32", AMPERE + AMD, 32, "bf16x3", 64, 4, 64),
+    Launch("S64", AMPERE + AMD, 64, "bf16x3", 64, 4, 64),
+    Launch("S128", AMPERE + AMD, 128, "bf16x3", 32, 8, 32),
+    Launch("S256", AMPERE + AMD, 256, "bf16x3", 16, 8, 32),
+    Launch("S16", AMPERE, 16, "tf32", 64, 4, 64),
+    Launch("S32", AMPERE, 32, "tf32", 64, 4, 64),
+    Launch("S64", AMPERE, 64, "tf32", 64, 4, 64),
+    Launch("S128", AMPERE, 128, "tf32", 32, 8, 32),
+    Launch("S16", HOPPER + AMPERE + AMD, 16, "fp32", 16, 4, 32, stages=1),
+    Launch("S32", HOPPER + AMPERE + AMD, 32, "fp32", 16, 4, 32, stages=1),
+    Launch("S64", HOPPER + AMPERE + AMD, 64, "fp32", 16, 4, 32, stages=1),
+    Launch("S128", HOPPER + AMPERE + AMD, 128, "fp32", 16, 8, 32, stages=1, spill_budget=2048),
+)
 
 
 def target_of(device: torch.device) -> str:
@@ -390,7 +421,7 @@ def run(
         ]  # fmt: skip
         constants = fixed | dict(
             M=M, HAS_POS=packed.positions is not None, READ=2 if keeps else int(stop.rule == "readout"), RULE=stop.rule,
-            ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_warps=launch.warps, num_stages=launch.stages,
+            ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_stages=launch.stages, num_warps=launch.warps if is_tile else launch.block_warps,
         )  # fmt: skip
         if launch.maxnreg is not None and device.type != "cpu":
             constants["maxnreg"] = launch.maxnreg

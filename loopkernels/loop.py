@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 
 from loopkernels.block import (
-    attend,
-    attend_blocks,
-    feed,
+    activate,
     load_rows,
+    mixed,
+    mixed_blocks,
     mm,
+    mma,
     normalise,
     operand,
     row_lengths,
@@ -205,14 +206,20 @@ def resident_layer(
         wv = held_in[3 * (layer * H + i) + 2]
         wo = held_out[layer * H + i]
         bq = tl.load(b_q + (layer * H + i) * HP + tl.arange(0, HP))
-        x = attend(x, h, (wq, wq), (wk, wk), (wv, wv), (wo, wo), bq, own, M, NSLOT, CAUSAL, PREC, EMULATE)
+        q = operand(mm(h, (wq, wq), PREC) + bq[None, :], PREC, EMULATE)
+        k = operand(mm(h, (wk, wk), PREC), PREC, EMULATE)
+        o, bad = mixed(q, k, mm(h, (wv, wv), PREC), own, M, NSLOT, CAUSAL, PREC, EMULATE)
+        x = mma(o, (wo, wo), x, PREC)
+        if NSLOT > 1:
+            x += bad[:, None]
     h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
     x += tl.load(b_down + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.static_range(HIDDEN):
         up = held_up[layer * HIDDEN + i]
         down = held_down[layer * HIDDEN + i]
         b = tl.load(b_up + (layer * HIDDEN + i) * KC + tl.arange(0, KC))
-        x = feed(x, h, (up, up), (down, down), b, ACT, FAST, PREC, EMULATE)
+        u = activate(mm(h, (up, up), PREC) + b[None, :], ACT, FAST)
+        x = mma(operand(u, PREC, EMULATE), (down, down), x, PREC)
     return x
 
 
@@ -228,10 +235,10 @@ def streamed_mlp(
     x += tl.load(b_down + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.range(0, HIDDEN, num_stages=STAGES):
         at = layer * HIDDEN + i
-        up = weight(w_up, at * KC, up_low, KC, CP, PREC, TMA)
-        down = weight(w_down, at * CP, down_low, CP, KC, PREC, TMA)
         b = tl.load(b_up + at * KC + tl.arange(0, KC))
-        x = feed(x, h, up, down, b, ACT, FAST, PREC, EMULATE)
+        u = mm(h, weight(w_up, at * KC, up_low, KC, CP, PREC, TMA), PREC)
+        u = operand(activate(u + b[None, :], ACT, FAST), PREC, EMULATE)
+        x = mma(u, weight(w_down, at * CP, down_low, CP, KC, PREC, TMA), x, PREC)
     return x
 
 
@@ -247,12 +254,17 @@ def streamed_layer(
     x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.range(0, H, num_stages=STAGES):
         at = layer * H + i
-        wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA)
-        wk = weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA)
-        wv = weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA)
-        wo = weight(w_out, at * CP, out_low, CP, HP, PREC, TMA)
+        # A weight is read where it is used: without pipelining it passes through registers.
         bq = tl.load(b_q + at * HP + tl.arange(0, HP))
-        x = attend(x, h, wq, wk, wv, wo, bq, own, M, NSLOT, CAUSAL, PREC, EMULATE)
+        q = mm(h, weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA), PREC)
+        q = operand(q + bq[None, :], PREC, EMULATE)
+        k = mm(h, weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA), PREC)
+        k = operand(k, PREC, EMULATE)
+        v = mm(h, weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA), PREC)
+        o, bad = mixed(q, k, v, own, M, NSLOT, CAUSAL, PREC, EMULATE)
+        x = mma(o, weight(w_out, at * CP, out_low, CP, HP, PREC, TMA), x, PREC)
+        if NSLOT > 1:
+            x += bad[:, None]
     return streamed_mlp(
         x, layer, w_up, w_down, up_low, down_low, b_up, b_down, C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES
     )
@@ -503,13 +515,11 @@ def loop_blocks(
                 sees = b + 1 if CAUSAL else n_blocks
                 for i in range(H):
                     head = layer * H + i
-                    wq = weight(w_in, head * (3 * HP), in_low, HP, CP, PREC, TMA)
-                    wo = weight(w_out, head * CP, out_low, CP, HP, PREC, TMA)
                     bq = tl.load(b_q + head * HP + tl.arange(0, HP))
-                    q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
-                    x = attend_blocks(
-                        x, q, wo, keys, low, i * (TP * HP), b * M, sees, own, M, HP, CAUSAL, PREC, EMULATE
-                    )  # fmt: skip
+                    q = mm(h, weight(w_in, head * (3 * HP), in_low, HP, CP, PREC, TMA), PREC)
+                    q = operand(q + bq[None, :], PREC, EMULATE)
+                    o = mixed_blocks(q, keys, low, i * (TP * HP), b * M, sees, own, M, HP, CAUSAL, PREC, EMULATE)
+                    x = mma(o, weight(w_out, head * CP, out_low, CP, HP, PREC, TMA), x, PREC)
                 x = streamed_mlp(
                     x, layer, w_up, w_down, up_low, down_low, b_up, b_down,
                     C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,

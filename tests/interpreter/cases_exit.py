@@ -11,43 +11,45 @@ from tolerances import FP32
 import looped
 from looped.exits import Absolute, Contraction, Exact, Fixed, Readout, Relative
 
-LENGTHS = [5, 20, 9, 16, 3, 12, 7, 1, 30]
+LENGTHS = [5, 20, 9, 3, 30, 1]
 
+# Each with the rows of a tile: 16 makes long prompts run as row blocks, 32 makes two prompts share a tile and refill its slots.
 RULES = [
-    Relative(tol=3e-2),
-    Relative(tol=3e-2, check_every=3, min_loops=5),
-    Relative(tol=math.inf),
-    Absolute(tol=0.3),
-    Contraction(tol=5e-2),
-    Contraction(tol=5e-2, check_every=2),
-    Readout(tol=3e-2),
-    Readout(tol=3e-2, patience=2, check_every=2),
-    Contraction(tol=0.0),
-    Fixed(),
+    (Relative(tol=4e-2), 16),
+    (Relative(tol=6e-2, check_every=3, min_loops=5), 32),
+    (Relative(tol=math.inf), 32),
+    (Absolute(tol=0.5), 32),
+    (Contraction(tol=8e-2), 16),
+    (Contraction(tol=8e-2), 32),
+    (Contraction(tol=0.2, check_every=2), 32),
+    (Readout(tol=4e-2), 16),
+    (Readout(tol=4e-2), 32),
+    (Readout(tol=0.1, patience=2, check_every=2), 32),
+    (Contraction(tol=0.0), 32),
+    (Fixed(), 16),
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize(("rule", "rows"), RULES, ids=str)
 def test_rules(tiles, rule, rows):
-    """Row blocks for the long prompts (16), tiles whose slots are refilled (32: 9 prompts, at most 2 at a time)."""
     tiles(rows)
-    truth, model = pair(std=0.08)
-    want, got = both(truth, model, prompts_of(LENGTHS), n_loops=14, exit=rule)
+    truth, model = pair(std=0.1, n_heads=1)
+    want, got = both(truth, model, prompts_of(LENGTHS), n_loops=10, exit=rule)
     assert torch.equal(got.n_loops, want.n_loops)
     assert torch.equal(got.status, want.status)
     assert relative_error(got.y, want.y) <= FP32
     if not rule.is_fixed and rule.tol < math.inf:
-        assert len(set(got.n_loops.tolist())) > 2  # they left at different loops
+        assert len(set(got.n_loops.tolist())) > 1  # they left at different loops
+        assert (got.status == looped.Status.CONVERGED).any()
 
 
 @pytest.mark.parametrize("on_stall", ["ignore", "exit", "damp"])
 @pytest.mark.parametrize("rows", [16, 32])
 def test_stalls(tiles, on_stall, rows):
     tiles(rows)
-    truth, model = pair(std=0.6)
-    rule = Contraction(stall_window=3, tol=1e-4)
-    want, got = both(truth, model, prompts_of(LENGTHS), n_loops=9, exit=rule, on_stall=on_stall)
+    truth, model = pair(std=0.6, n_heads=1)
+    rule = Contraction(stall_window=2, tol=1e-4)
+    want, got = both(truth, model, prompts_of(LENGTHS), n_loops=8, exit=rule, on_stall=on_stall)
     assert torch.equal(got.n_loops, want.n_loops)
     assert torch.equal(got.status, want.status)
     assert (got.status == looped.Status.STALLED).any()
@@ -63,24 +65,24 @@ def test_stalls(tiles, on_stall, rows):
 @pytest.mark.parametrize("rows", [16, 32])
 def test_resuming_gives_the_same_bits(tiles, options, rows):
     tiles(rows, precision="bf16x3")
-    _, model = pair(std=0.1)
-    prompts = [p.float() for p in prompts_of([5, 20, 9, 3])]
-    whole = looped.solve(model, prompts, n_loops=9, backend="triton", return_predictions=True, **options)
+    _, model = pair(std=0.1, n_heads=1)
+    prompts = [p.float() for p in prompts_of([5, 20, 9])]
+    whole = looped.solve(model, prompts, n_loops=7, backend="triton", return_predictions=True, **options)
     state = None
-    for n in (1, 4, 9):
+    for n in (1, 4, 7):
         part = looped.solve(model, prompts, n_loops=n, backend="triton", state=state, return_predictions=True, **options)
         state = part.state
     for got, want in zip(part.y, whole.y, strict=True):
         assert torch.equal(got, want)
     for name in ("n_loops", "status", "residual"):
         assert torch.equal(getattr(part, name), getattr(whole, name))
-    for i in range(4):
+    for i in range(3):
         torch.testing.assert_close(part.predictions[i], whole.predictions[i][4:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_resuming_what_another_backend_left(tiles):
     tiles(16)
-    truth, model = pair(std=0.1)
+    truth, model = pair(std=0.1, n_heads=1)
     prompts = [p.float() for p in prompts_of([5, 20])]
     rule = Contraction(tol=1e-2)
     begun = looped.solve(model, prompts, n_loops=3, exit=rule, backend="eager")
@@ -93,7 +95,7 @@ def test_resuming_what_another_backend_left(tiles):
 
 def test_a_state_under_another_rule_counts_afresh(tiles):
     tiles(16)
-    _, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     prompts = [p.float() for p in prompts_of([5, 9])]
     loose = looped.solve(model, prompts, n_loops=20, exit=Relative(tol=0.5), backend="triton")
     assert (loose.n_loops < 20).all()
@@ -107,9 +109,9 @@ def test_a_state_under_another_rule_counts_afresh(tiles):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_neighbours_change_no_bit(tiles, precision, rows):
     tiles(rows, precision=precision)
-    _, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     prompts = [p.float() for p in prompts_of([5, 20, 9, 16, 3, 33, 1])]
-    options = dict(n_loops=6, exit=Contraction(tol=0.1), backend="triton")
+    options = dict(n_loops=4, exit=Relative(tol=0.15), backend="triton")
     batch = looped.solve(model, prompts, **options)
     for order in ([6, 5, 4, 3, 2, 1, 0], [3], [5], [0], [2, 2, 2, 2, 2]):
         got = looped.solve(model, [prompts[i] for i in order], **options)
@@ -123,7 +125,7 @@ def test_neighbours_change_no_bit(tiles, precision, rows):
 @pytest.mark.parametrize("changes", [dict(), dict(n_core=2, mask_kind="full")], ids=str)
 def test_a_state_that_is_not_finite_harms_no_neighbour(tiles, poison, changes):
     tiles(64, precision="bf16")
-    _, model = pair(std=0.1, **changes)
+    _, model = pair(std=0.1, n_heads=1, **changes)
     prompts = [p.float() for p in prompts_of([5, 9, 7, 16])]
     options = dict(n_loops=8, exit=Relative(tol=1e-2), backend="triton")
     clean = looped.solve(model, prompts, **options)
@@ -148,7 +150,7 @@ def test_a_state_that_is_zero_is_at_rest(tiles):
 
 def test_counts_at_their_edges(tiles):
     tiles(16)
-    truth, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     prompts = [p.float() for p in prompts_of([5, 20])]
     none = looped.solve(model, prompts, n_loops=0, backend="triton", return_predictions=True)
     want = looped.solve(model, prompts, n_loops=0, backend="eager", return_predictions=True)
@@ -202,7 +204,7 @@ def test_exact_compares_bits(tiles):
 
 def test_empty_prompts_and_empty_batches(tiles):
     tiles(16)
-    truth, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     lengths = [0, 1, 0, 3]
     prompts = [p.float() for p in prompts_of(lengths)]
     got = looped.solve(model, prompts, n_loops=3, exit="contraction", backend="triton")
@@ -219,7 +221,7 @@ def test_empty_prompts_and_empty_batches(tiles):
 
 def test_weights_that_changed_are_packed_again(tiles):
     tiles(16)
-    _, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     prompts = [torch.randn(5, 3)]
 
     def agrees():
@@ -239,7 +241,7 @@ def test_weights_that_changed_are_packed_again(tiles):
 
 def test_strides_of_the_input_do_not_matter(tiles):
     tiles(16)
-    _, model = pair(std=0.1)
+    _, model = pair(std=0.1, n_heads=1)
     whole = torch.randn(8, 2, 6).transpose(0, 1)
     view = whole[:, ::2, :3]
     kept = view.clone()
