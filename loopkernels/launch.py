@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from loopkernels.loop import FLOATS, INTS, loop_blocks, loop_tile
+from loopkernels.loop import FLOATS, INTS, linear_rows, loop_blocks, loop_tile
 
 PRECISIONS = ("bf16", "bf16x3", "tf32", "fp32")
 LOG2_E = 1.0 / math.log(2.0)
@@ -246,7 +246,7 @@ def pack(block: Block, launch: Launch, emulate: bool = False) -> Packed:
     """The weights of a block as the kernels read them; all folding is done in float64, before the one rounding."""
     sizes = shape_of(block, launch)
     C, CP, H, HP, FP, KC = (sizes[name] for name in ("C", "CP", "H", "HP", "FP", "KC"))
-    D, F = block.head_dim, block.hidden
+    D = block.head_dim
     tiles: dict[str, list[Tensor]] = {name: [] for name in ("in", "out", "up", "down", "b_q", "b_out", "b_up", "b_down")}
     for layer in block.layers:
         qkv, b_qkv = _folded(layer.norm_1, layer.qkv)
@@ -346,6 +346,15 @@ def programs_of(device: torch.device, launch: Launch, n_tiles: int) -> int:
     return max(1, min(n_tiles, torch.cuda.get_device_properties(device).multi_processor_count * launch.per_sm))
 
 
+def _on_device(values: list[int], device: torch.device) -> Tensor:
+    """int32 on the device; without a copy from the host, which no CUDA graph can capture, where the values follow a rule."""
+    if values == list(range(len(values))):
+        return torch.arange(len(values), dtype=torch.int32, device=device)
+    if len(set(values)) == 1:
+        return torch.full((len(values),), values[0], dtype=torch.int32, device=device)
+    return torch.tensor(values, dtype=torch.int32).to(device)
+
+
 def most_steps(n_prompts: int, n_loops: int) -> int:
     """The watchdog: more loops than one program could run if it ran every prompt alone."""
     return min(2**31 - 1, n_prompts * n_loops + 1)
@@ -380,7 +389,7 @@ def run(
     least advanced prompt has behind it; predictions are kept from there on.
     """
     block, launch, fixed = packed.block, packed.launch, packed.fixed
-    B, T, C = prompts.shape
+    B, T, _ = prompts.shape
     device = prompts.device
     prompts = prompts.contiguous()
     if block.inject == "add" and block.positions is not None:
@@ -396,7 +405,7 @@ def run(
     if stop.rule == "readout":
         last_read = torch.zeros(B, N, device=device) if last_read is None else last_read.clone()
     weights = [packed.w_in, packed.w_out, packed.w_up, packed.w_down]
-    own = torch.tensor(lengths, dtype=torch.int32).to(device, non_blocking=True)
+    own = _on_device(lengths, device)
     nothing = floats
     M = launch.rows
     for rows, members in buckets(lengths, M).items():
@@ -405,7 +414,7 @@ def run(
         n_programs = programs or programs_of(device, launch, -(-len(members) // n_slots))
         by_descriptor = launch.tma and not (is_tile and launch.resident)
         sources = _sources(packed, weights) if by_descriptor else weights
-        order = torch.tensor(members, dtype=torch.int32).to(device, non_blocking=True)
+        order = _on_device(members, device)
         queue = torch.zeros(1, dtype=torch.int32, device=device)
         before = torch.empty(n_programs, 2, max(M, rows), fixed["CP"], dtype=torch.float32, device=device)
         arguments = [
@@ -434,6 +443,19 @@ def run(
             keys = packed.w_in.new_empty(n_programs, parts, fixed["H"], rows, fixed["HP"])
             loop_blocks[(n_programs,)](*arguments, keys, *counts, **constants, TP=rows)
     return Looped(final, going, ints, floats, last_read, reads)
+
+
+@torch.no_grad()
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`torch.nn.functional.linear` in float32 whose bits, row by row, do not depend on the other rows. x [..., K]; weight [N, K]."""
+    N, K = weight.shape
+    rows = x.detach().float().reshape(-1, K).contiguous()
+    out = rows.new_empty(len(rows), N)
+    shift = rows.new_zeros(N) if bias is None else bias.detach().float().contiguous()
+    if len(rows):
+        grid = (-(-len(rows) // 32), -(-N // 32))
+        linear_rows[grid](rows, weight.detach().float().contiguous(), shift, out, len(rows), K, N, ROWS=32, COLUMNS=32, KB=32)
+    return out.reshape(*x.shape[:-1], N)
 
 
 def with_stop(stop: Stop, **changes: Any) -> Stop:

@@ -270,6 +270,26 @@ def streamed_layer(
     )
 
 
+@triton.jit(do_not_specialize=("n_rows", "K", "N"))
+def linear_rows(
+    source, weight, bias, target, n_rows, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KB: tl.constexpr
+):  # fmt: skip
+    """target [n_rows, N] = source [n_rows, K] weight [N, K]' + bias, float32, each row summed in the same order whatever the batch.
+
+    Library products choose their kernel, and so the order of sums, by the number of rows.
+    """
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, K, KB):
+        k = at + tl.arange(0, KB)
+        x = tl.load(source + r[:, None] * K + k[None, :], mask=(r < n_rows)[:, None] & (k < K)[None, :], other=0.0)
+        w = tl.load(weight + n[:, None] * K + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    total += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+    tl.store(target + r[:, None] * N + n[None, :], total, mask=(r < n_rows)[:, None] & (n < N)[None, :])
+
+
 # Values that must not make kernels of their own: one compiled kernel serves any number of prompts and loops.
 COUNTS = ("in_low", "out_low", "up_low", "down_low", "n_queue", "n_tokens", "n_loops", "first_loop", "check_every", "min_loops")
 COUNTS += ("n_passes", "window", "max_steps")

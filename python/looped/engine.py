@@ -56,8 +56,8 @@ def solve(
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
         return_predictions: the read-out after every loop, too.
-        backend: ``"cpu"``, the C++ engine; ``"eager"``; or ``"auto"``, which takes the C++ engine where it can, and says once
-            in the log why where it cannot. The result's `backend` and `reason` tell which one ran and why.
+        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"eager"``; or ``"auto"``, which takes the
+            kernels on a GPU and the C++ engine elsewhere where it can, and says once in the log why where it cannot. The result's `backend` and `reason` tell which one ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
 
     Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.
@@ -67,6 +67,14 @@ def solve(
     """
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
     return _run(_in_dtype(model, dtype), prompts, lengths, spec, state, backend)
+
+
+def repack(model: LoopedTransformer) -> None:
+    """Have the weights of a model packed again at its next call on a GPU.
+
+    Needed after edits through `.data` only: other edits are seen, and the C++ engine sees these too.
+    """
+    triton.forget(model)
 
 
 def solve_iter(
@@ -219,8 +227,9 @@ class _Batch:
             width = max(width, state.y.shape[1])  # it may come from a batch with longer prompts
         tokens = _resize(tokens, 1, width)
         is_full = all(length == tokens.shape[1] for length in own_lengths)
-        of_prompts = torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
-        batch = cls(tokens, None if is_full else of_prompts, own_lengths, n_tokens, is_list)
+        # A full batch needs no copy from the host, which a CUDA graph could not capture.
+        of_prompts = None if is_full else torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
+        batch = cls(tokens, of_prompts, own_lengths, n_tokens, is_list)
         if config.input_kind == "tokens":
             batch.check_ids(model, own_tokens(tokens.shape[1], of_prompts))
         return batch

@@ -104,14 +104,14 @@ def describe() -> str:
     return f"works ({torch.cuda.get_device_name()}, {target})" if known else f"no launch for {target}"
 
 
-def block_of(model: LoopedTransformer) -> Any:
-    """The looped part of a model as `loopkernels` takes it."""
+def block_of(model: Any, part: str = "core") -> Any:
+    """The looped part of a model as `loopkernels` takes it; or its prelude or coda, as a loop of one pass."""
     kernels, config = _kernels(), model.config
 
-    def affine(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    def affine(norm: Any) -> tuple[Tensor | None, Tensor | None]:
         return getattr(norm, "weight", None), getattr(norm, "bias", None)
 
-    layers = tuple(
+    layers: Any = tuple(
         kernels.Layer(
             norm_1=affine(block.norm_1),
             qkv=(block.attn.qkv.weight, block.attn.qkv.bias),
@@ -120,20 +120,18 @@ def block_of(model: LoopedTransformer) -> Any:
             up=(block.mlp.fc.weight, block.mlp.fc.bias),
             down=(block.mlp.proj.weight, block.mlp.proj.bias),
         )
-        for block in model.core
+        for block in getattr(model, part)
     )
+    sizes = dict(layers=layers, n_heads=config.n_heads, head_dim=config.head_dim, eps=config.norm_eps, mask=config.mask_kind)
+    sizes |= dict(norm={"rmsnorm": "rms"}.get(config.norm_kind, config.norm_kind), activation=config.activation)
+    if part != "core":
+        return kernels.Block(**sizes, inject="none", loop_norm="none")
     has_positions = config.pos_kind == "learned" and config.pos_when == "each_loop"
     read = None
     if config.readout == "scalar" and not config.n_coda:
         read = (model.read_out.weight, model.read_out.bias)
     return kernels.Block(
-        layers=layers,
-        n_heads=config.n_heads,
-        head_dim=config.head_dim,
-        norm={"rmsnorm": "rms"}.get(config.norm_kind, config.norm_kind),
-        eps=config.norm_eps,
-        activation=config.activation,
-        mask=config.mask_kind,
+        **sizes,
         inject=config.inject,
         positions=model.positions.weight if has_positions else None,
         loop_norm=config.loop_norm,
@@ -141,6 +139,41 @@ def block_of(model: LoopedTransformer) -> Any:
         read=read,
         read_stride=config.prediction_stride,
     )
+
+
+def _pass(model: LoopedTransformer, part: str, x: Tensor, lengths: list[int]) -> Tensor:
+    """x [B, T, C] through the prelude or the coda."""
+    weights = packed(model).get(part)
+    return x if weights is None else _kernels().run(weights, x, x, lengths, _kernels().Stop(1)).final
+
+
+def embed(model: LoopedTransformer, prompts: Tensor, lengths: Tensor | None, given: list[int]) -> Tensor:
+    """`LoopedTransformer.embed` in float32, with sums whose order does not depend on the batch."""
+    config, own = model.config, own_tokens(prompts.shape[1], lengths)
+    if own is not None:
+        prompts = prompts.masked_fill(~own if config.input_kind == "tokens" else ~own[..., None], 0)
+    if config.input_kind == "features":
+        P = _kernels().linear(prompts, model.read_in.weight, model.read_in.bias)
+    else:
+        P = (model.embedding(prompts) if config.input_kind == "tokens" else prompts).float()
+    if config.pos_when == "once" and config.pos_kind == "learned":
+        P = P + model.positions.weight[: P.shape[1]].float()
+    return _pass(model, "prelude", clear_padding(P, own), given)
+
+
+def read(model: LoopedTransformer, y: Tensor, lengths: Tensor | None, given: list[int]) -> Tensor:
+    """`LoopedTransformer.read` of a float32 state, likewise; in the model's dtype."""
+    config, own, dtype = model.config, own_tokens(y.shape[1], lengths), next(model.parameters()).dtype
+    y = _pass(model, "coda", y, given)
+    if config.loop_norm == "once":
+        y = model.final_norm(y.to(dtype)).float()
+    if config.readout == "none":
+        return clear_padding(y, own).to(dtype)
+    y = y[:, :: config.read_stride]
+    weight, bias = (model.embedding.weight, None) if config.tie_readout else (model.read_out.weight, model.read_out.bias)
+    logits = _kernels().linear(y, weight, bias).to(dtype)
+    predictions = logits.squeeze(-1) if config.readout == "scalar" else logits
+    return clear_padding(predictions, None if own is None else own[:, :: config.read_stride])
 
 
 @torch.no_grad()
@@ -153,9 +186,10 @@ def run(
 ) -> LoopResult:
     """`eager.run` on the Triton kernels: the same arguments and results; the same bits in any batch."""
     kernels, dtype = _kernels(), next(model.parameters()).dtype
-    weights = packed(model)
+    weights = packed(model)["core"]
     with torch.autocast(prompts.device.type, enabled=False):
-        P = model.embed(prompts, lengths)
+        given = [prompts.shape[1]] * len(prompts) if lengths is None else lengths.tolist()
+        P = embed(model, prompts, lengths, given)
         own = own_tokens(P.shape[1], lengths)
         memory, final, last_read, first_t = None, None, None, None
         if isinstance(state, LoopState):
@@ -166,16 +200,16 @@ def run(
         else:
             start = clear_padding(model.initial_state(P, state), own).float()
         first = int(first_t.min()) if first_t is not None and len(first_t) else 0
-        given = [P.shape[1]] * len(P) if lengths is None else lengths.tolist()
-        once = functools.partial(kernels.run, weights, P.float(), start, given)
+        once = functools.partial(kernels.run, weights, P, start, given)
         in_kernel = weights.read_weight is not None
         stop = stop_of(spec, weights.fixed["PREC"])
         if not spec.return_predictions or in_kernel:
-            out = once(stop, memory=memory, final=final, last_read=last_read, first_loop=first, keep_reads=spec.return_predictions)
+            keeps = spec.return_predictions
+            out = once(stop, memory=memory, final=final, last_read=last_read, first_loop=first, keep_reads=keeps)
             reads = out.reads
         else:
-            out, reads = _one_by_one(model, weights, P.float(), start, given, lengths, stop, memory, final, first)
-        return _result(model, out, reads, lengths, spec, first, first_t, dtype)
+            out, reads = _one_by_one(model, weights, P, start, given, lengths, stop, memory, final, first)
+        return _result(model, out, reads, lengths, given, spec, first, first_t, dtype)
 
 
 def _one_by_one(
@@ -183,18 +217,20 @@ def _one_by_one(
     memory: Any, final: Tensor | None, first: int,
 ) -> tuple[Any, Tensor]:  # fmt: skip
     """Predictions that the kernel cannot read: one loop a launch, read in between. The same bits, by resuming."""
-    kernels, reads = _kernels(), []
+    kernels = _kernels()
     out = kernels.run(weights, P, start, given, kernels.with_stop(stop, n_loops=first), memory=memory, final=final)
-    for t in range(first + 1, stop.n_loops + 1):
+    last = read(model, out.final, lengths, given)
+    reads = last.new_empty(len(last), max(0, stop.n_loops - first), *last.shape[1:])
+    for i in range(reads.shape[1]):
         at = out.final if out.going is None else out.going
-        memory = (out.ints, out.floats)
-        out = kernels.run(weights, P, at, given, kernels.with_stop(stop, n_loops=t), memory=memory, final=out.final)
-        reads.append(model.read(out.final.to(next(model.parameters()).dtype), lengths))
-    return out, torch.stack(reads, dim=1) if reads else model.read(start.to(next(model.parameters()).dtype), lengths)[:, None][:, :0]
+        step = kernels.with_stop(stop, n_loops=first + i + 1)
+        out = kernels.run(weights, P, at, given, step, memory=(out.ints, out.floats), final=out.final)
+        reads[:, i] = read(model, out.final, lengths, given)
+    return out, reads
 
 
 def _result(
-    model: LoopedTransformer, out: Any, reads: Tensor | None, lengths: Tensor | None, spec: LoopSpec, first: int,
+    model: LoopedTransformer, out: Any, reads: Tensor | None, lengths: Tensor | None, given: list[int], spec: LoopSpec, first: int,
     first_t: Tensor | None, dtype: torch.dtype,
 ) -> LoopResult:  # fmt: skip
     y = out.final.to(dtype)
@@ -207,20 +243,11 @@ def _result(
         memory["Y"] = out.final if out.going is None else out.going
     if dtype != torch.float32:
         memory["F32"] = out.final
-    prediction = model.read(y, lengths)
+    prediction = read(model, out.final, lengths, given)
     predictions = None
     if spec.return_predictions:
         assert reads is not None
-        loops = torch.arange(first, first + reads.shape[1], device=y.device)
-        over = (loops >= memory["t"][:, None]).reshape(len(y), -1, *[1] * (prediction.dim() - 1))
-        predictions = clear_padding(torch.where(over, prediction[:, None], reads.to(dtype)).transpose(1, 2), None).transpose(1, 2)
-        own = own_tokens(y.shape[1], lengths)
-        if own is not None:
-            read_at = own[:, :: model.config.prediction_stride]
-            predictions = predictions.masked_fill(~read_at.reshape(len(y), 1, -1, *[1] * (prediction.dim() - 2)), 0)
-        if first_t is not None:
-            behind = loops < first_t[:, None]
-            predictions = predictions.masked_fill(behind.reshape(len(y), -1, *[1] * (prediction.dim() - 1)), math.nan)
+        predictions = _after_every_loop(model, reads.to(dtype), prediction, memory["t"], lengths, first, first_t)
     return LoopResult(
         y=y,
         prediction=prediction,
@@ -233,6 +260,25 @@ def _result(
         backend="triton",
         reason="",
     )
+
+
+def _after_every_loop(
+    model: LoopedTransformer, reads: Tensor, last: Tensor, t: Tensor, lengths: Tensor | None, first: int, first_t: Tensor | None
+) -> Tensor:
+    """Predictions [B, loops, N, ...]: still after a prompt's exit, NaN before its first loop here, 0 in padding."""
+    loops = torch.arange(first, first + reads.shape[1], device=reads.device)
+
+    def wide(mask: Tensor) -> Tensor:
+        return mask.reshape(*mask.shape, *[1] * (reads.dim() - mask.dim()))
+
+    predictions = torch.where(wide(loops >= t[:, None]), last[:, None], reads)
+    own = own_tokens(int(lengths.max()), lengths) if lengths is not None and len(lengths) else None
+    if own is not None:
+        is_read = torch.zeros(reads.shape[0], 1, reads.shape[2], dtype=torch.bool, device=reads.device)
+        at = own[:, :: model.config.prediction_stride]
+        is_read[:, 0, : at.shape[1]] = at
+        predictions = predictions.masked_fill(~wide(is_read), 0)
+    return predictions if first_t is None else predictions.masked_fill(wide(loops < first_t[:, None]), math.nan)
 
 
 def stop_of(spec: LoopSpec, precision: str) -> Any:
@@ -273,16 +319,20 @@ def _memory_of(state: LoopState, spec: LoopSpec) -> tuple[tuple[Tensor, Tensor],
     return (ints, floats), last_read
 
 
-def packed(model: LoopedTransformer) -> Any:
-    """The weights of a model in tiles, packed again whenever a parameter has changed."""
+def packed(model: LoopedTransformer) -> dict[str, Any]:
+    """The weights of a model's core, prelude and coda in tiles, packed again whenever a parameter has changed."""
     kernels, parameter, precision = _kernels(), next(model.parameters()), precision_of(model)
     with _lock:
         key = _fingerprint(model, precision)
         known = _packed.get(model)
         if known is None or known[0] != key:
-            block = block_of(model)
-            launch = kernels.choose(block, precision, kernels.target_of(parameter.device))
-            known = (key, kernels.pack(block, launch, emulate=is_interpreted()))
+            parts = {}
+            for part in ("prelude", "core", "coda"):
+                if len(getattr(model, part)):
+                    block = block_of(model, part)
+                    launch = kernels.choose(block, precision, kernels.target_of(parameter.device))
+                    parts[part] = kernels.pack(block, launch, emulate=is_interpreted())
+            known = (key, parts)
             _packed[model] = known
         return known[1]
 
@@ -294,3 +344,9 @@ def _fingerprint(model: LoopedTransformer, precision: str | None) -> tuple[Any, 
         version = -1 if parameter.is_inference() else parameter._version
         marks.append((parameter.data_ptr(), version, parameter.dtype, tuple(parameter.shape), parameter.device))
     return tuple(marks)
+
+
+def forget(model: LoopedTransformer) -> None:
+    """Drop the packed weights of a model."""
+    with _lock:
+        _packed.pop(model, None)
