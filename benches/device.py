@@ -110,7 +110,8 @@ def check(name: str, precision: str) -> dict[str, Any]:
 
 
 def integers(name: str, precision: str) -> dict[str, Any]:
-    """Small integers through attention and MLP: every sum is exact, so any wrong number is a fault of the code, not rounding."""
+    """Small integers through attention and MLP: every sum is exact, so any wrong number is a fault of the code, not
+    rounding."""
     row = row_of(name, precision)
     width, generator = row.width, torch.Generator().manual_seed(3)
     fields = dict(norm_kind="none", loop_norm="none", pos_kind="none", activation="relu", mask_kind="full")
@@ -135,9 +136,10 @@ def integers(name: str, precision: str) -> dict[str, Any]:
     want = model.step(Y, P)
     packed = kernels.pack(block_of(model), row, emulate=INTERPRETED)
     runs = 1 if INTERPRETED else 20
-    wrong = sum(
-        int((kernels.run(packed, P.float(), Y.float(), [T] * B, kernels.Stop(1)).final.double() != want).sum()) for _ in range(runs)
-    )
+    wrong = 0
+    for _ in range(runs):
+        got = kernels.run(packed, P.float(), Y.float(), [T] * B, kernels.Stop(1)).final
+        wrong += int((got.double() != want).sum())
     return dict(row=name, precision=precision, integers_wrong=wrong, largest=float(want.abs().max()), ok=wrong == 0)
 
 
@@ -199,7 +201,8 @@ def ceilings() -> dict[str, float]:
     big = torch.empty(2**31, dtype=torch.int8, device=DEVICE)
     copy = torch.empty_like(big)
     found["hbm_copy_bytes_per_s"] = 2 * 2**31 / median_us(lambda: copy.copy_(big)) * 1e6
-    for name, dtype, setting in (("bf16", torch.bfloat16, "highest"), ("tf32", torch.float32, "high"), ("fp32", torch.float32, "highest")):
+    kinds = (("bf16", torch.bfloat16, "highest"), ("tf32", torch.float32, "high"), ("fp32", torch.float32, "highest"))
+    for name, dtype, setting in kinds:
         torch.set_float32_matmul_precision(setting)
         a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=dtype) for _ in range(2))
         found[f"{name}_flop_per_s"] = 2 * 8192**3 / median_us(lambda: a @ b, 3) * 1e6  # noqa: B023
@@ -232,8 +235,9 @@ def times(width: int, precision: str) -> list[dict[str, Any]]:
             rows = kernels.slot_rows(tokens, row.rows)
             streams = 0 if row.resident and rows <= row.rows else -(-n * rows // row.rows)  # of all weights, in one loop
             floor = max(flop / MATRIX_RATE[precision], streams * packed.n_bytes / L2_RATE) * 1e6
-            found.append(dict(width=width, tokens=tokens, prompts=n, precision=precision, row=row.name, us_per_loop=us,
-                              call_of_40_us=many, flop_per_s=flop / us * 1e6, floor_us=floor, share_of_floor=floor / us))  # fmt: skip
+            one = dict(width=width, tokens=tokens, prompts=n, precision=precision, row=row.name, us_per_loop=us)
+            one |= dict(call_of_40_us=many, flop_per_s=flop / us * 1e6, floor_us=floor, share_of_floor=floor / us)
+            found.append(one)
             print(f"ours C{width} T{tokens} B{n} {precision}: {us:.2f} us a loop, floor {floor:.2f}", flush=True)
     return found
 

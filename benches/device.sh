@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-benches/results}"
-python="${PYTHON:-python3}"
+python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 mkdir -p "$out"
 export PYTHONPATH="$PWD/python:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

@@ -1,8 +1,10 @@
-"""Compiles the kernels for a named GPU on a machine without one, reads what the compiler made of them, and fails where a gate does.
+"""Compiles the kernels for a named GPU on a machine without one, reads what the compiler made of them, and fails where a gate
+does.
 
     python -m loopkernels.aot --target sm_90 --kernel all
 
-Needs Triton's compiler and its bundled tools, no driver. TRITON_INTERPRET must not be set: an interpreted function has no binary.
+Needs Triton's compiler and its bundled tools, no driver. TRITON_INTERPRET must not be set: an interpreted function has no
+binary.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ def signature_of(launch: Launch, sizes: dict[str, Any]) -> dict[str, str]:
 
 
 def constants_of(launch: Launch, target: str, kernel: str, n_heads: int | None) -> dict[str, Any]:
-    """Compile-time arguments for a row's widest block: the looped in-context learner's, with the exit rule it is evaluated with."""
+    """Compile-time arguments for a row's widest block: the looped in-context learner's, with the exit rule it is evaluated
+    with."""
     C = launch.width
     H = n_heads or max(1, C // 32 if C > 64 else C // 16)
     HP = max(16, C // H)
@@ -156,7 +159,7 @@ def _read_advice(ptx: str, target: str, report: Report) -> None:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         chip = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-        command = [name, "-v", f"--gpu-name={chip[1] if chip else target}", path, "-o", Path(folder) / "kernel.cubin"]
+        command = [name, "-v", f"--gpu-name={chip[1] if chip else target}", str(path), "-o", f"{folder}/kernel.cubin"]
         said = subprocess.run(command, capture_output=True, text=True).stderr
     report.spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
@@ -224,7 +227,11 @@ def main() -> None:
     reports = []
     for target in TARGETS if chosen.target == "all" else [chosen.target]:
         for launch in LAUNCHES:
-            if target in launch.targets and chosen.kernel in ("all", launch.name) and chosen.precision in ("all", launch.precision):
+            if (
+                target in launch.targets
+                and chosen.kernel in ("all", launch.name)
+                and chosen.precision in ("all", launch.precision)
+            ):
                 for kernel in ("tile", "blocks"):
                     reports.append(examine(launch, target, kernel))
                     print_report(reports[-1])

@@ -1,8 +1,8 @@
 """Device functions of one transformer layer on a tile of rows: norm, attention, MLP, and the arithmetic they are done in.
 
-The residual stream x is float32 [M, CP] (M rows, the width C padded to a power of two) and is the accumulator of every product that
-adds to it, so neither the attention output nor the hidden layer of the MLP ever exists as a whole. A tile holds M / SLOT prompts,
-each in SLOT rows of its own, and everything that sums over a prompt's tokens sums in the order of its own rows.
+The residual stream x is float32 [M, CP] (M rows, the width C padded to a power of two) and is the accumulator of every product
+that adds to it, so neither the attention output nor the hidden layer of the MLP ever exists as a whole. A tile holds M / SLOT
+prompts, each in SLOT rows of its own, and everything that sums over a prompt's tokens sums in the order of its own rows.
 
 Operands of a product are pairs (high, low). PREC says what they are:
 
@@ -140,10 +140,11 @@ def slot_sum(rows, M: tl.constexpr, NSLOT: tl.constexpr):
 def mixed(
     q, k, v, own, M: tl.constexpr, NSLOT: tl.constexpr, CAUSAL: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr
 ):  # fmt: skip
-    """One head's attention for prompts that lie whole in the tile: its output as a pair, and NaN [M] for rows to be spoilt (else 0).
+    """One head's attention for prompts that lie whole in the tile: its output as a pair, and NaN [M] for rows to be spoilt
+    (else 0).
 
-    q, k: pairs; v float32. own [M]: tokens of the prompt of each row. Scores come in units of log 2: scale and log2(e) are folded into
-    the query's weights, the value's bias into the output's, and a key bias changes no softmax.
+    q, k: pairs; v float32. own [M]: tokens of the prompt of each row. Scores come in units of log 2: scale and log2(e) are
+    folded into the query's weights, the value's bias into the output's, and a key bias changes no softmax.
     """
     SLOT: tl.constexpr = M // NSLOT
     bad = tl.zeros([M], tl.float32)

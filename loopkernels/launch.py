@@ -1,7 +1,7 @@
 """From a block's weights to a launch: packing, the launch table, shape checks, launchers.
 
-`pack` folds what can be folded (norm affine, softmax scale, log2(e), value bias) in float64 and lays the weights out in the tiles the
-kernels read. `LAUNCHES` is the launch table: data, chosen from by width, precision and device alone, so that the bits of a
+`pack` folds what can be folded (norm affine, softmax scale, log2(e), value bias) in float64 and lays the weights out in the
+tiles the kernels read. `LAUNCHES` is the launch table: data, chosen from by width, precision and device alone, so that the bits of a
 result never depend on the number of prompts.
 """
 
@@ -43,10 +43,10 @@ class Layer:
 class Block:
     """What is looped: `M(Y)` of docs/exits.md.
 
-    n_heads H, head_dim D. norm: ``"layernorm"``, ``"rms"``, ``"none"``. activation: ``"gelu_tanh"``, ``"relu"``. mask: ``"causal"``,
-    ``"full"``. inject: ``"add"``, ``"mul"``, ``"none"``. positions [n, C]: added in every loop, or None. final_norm: scale and shift of the
-    final norm, used by loop_norm ``"each"`` in every loop and by ``"once"`` before the read-out. read [C] and its bias: a scalar
-    read-out of every read_stride-th token, or None.
+    n_heads H, head_dim D. norm: ``"layernorm"``, ``"rms"``, ``"none"``. activation: ``"gelu_tanh"``, ``"relu"``. mask:
+    ``"causal"``, ``"full"``. inject: ``"add"``, ``"mul"``, ``"none"``. positions [n, C]: added in every loop, or None.
+    final_norm: scale and shift of the final norm, used by loop_norm ``"each"`` in every loop and by ``"once"`` before the
+    read-out. read [C] and its bias: a scalar read-out of every read_stride-th token, or None.
     """
 
     layers: tuple[Layer, ...]
@@ -97,15 +97,16 @@ class Launch:
 
     @property
     def block_warps(self) -> int:
-        """Warps of `loop_blocks`: it holds more at a time than `loop_tile`, and four warps serialise its matrix instructions."""
+        """Warps of `loop_blocks`: it holds more at a time than `loop_tile`, and four warps serialise its matrix
+        instructions."""
         return max(self.warps, 8)
 
 
 HOPPER, AMPERE, AMD = ("sm_90", "sm_100"), ("sm_80",), ("gfx942", "gfx950")
 
-# Chosen from compiled figures (registers, spills, shared memory; docs/kernels.md): no row has been timed on a device yet. Where no
-# row of a width and precision names a target, the backend says so: tf32 at 256 lanes serialises its matrix instructions, and fp32
-# without a matrix unit is for checking, not for speed.
+# Chosen from compiled figures (registers, spills, shared memory; docs/kernels.md): no row has been timed on a device yet. Where
+# no row of a width and precision names a target, the backend says so: tf32 at 256 lanes serialises its matrix instructions, and
+# fp32 without a matrix unit is for checking, not for speed.
 LAUNCHES = (
     Launch("R16", HOPPER, 16, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
     Launch("R32", HOPPER, 32, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
@@ -327,7 +328,8 @@ class Looped:
 
 
 def slot_rows(length: int, rows: int) -> int:
-    """Rows that a prompt takes: the power of two that holds it, of a tile; or row blocks of a whole program, by its length alone."""
+    """Rows that a prompt takes: the power of two that holds it, of a tile; or row blocks of a whole program, by its length
+    alone."""
     return padded(length) if length <= rows else -(-length // rows) * rows
 
 
@@ -385,8 +387,8 @@ def run(
 ) -> Looped:
     """All loops of all prompts: prompts P and start Y [B, T, C] float32, own tokens by `lengths`.
 
-    memory: `ints` and `floats` of an earlier launch (not changed), with final its F; loops go on from there. first_loop: loops the
-    least advanced prompt has behind it; predictions are kept from there on.
+    memory: `ints` and `floats` of an earlier launch (not changed), with final its F; loops go on from there. first_loop: loops
+    the least advanced prompt has behind it; predictions are kept from there on.
     """
     block, launch, fixed = packed.block, packed.launch, packed.fixed
     B, T, _ = prompts.shape
@@ -430,7 +432,8 @@ def run(
         ]  # fmt: skip
         constants = fixed | dict(
             M=M, HAS_POS=packed.positions is not None, READ=2 if keeps else int(stop.rule == "readout"), RULE=stop.rule,
-            ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_stages=launch.stages, num_warps=launch.warps if is_tile else launch.block_warps,
+            ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_stages=launch.stages, num_warps=launch.warps if is_tile
+            else launch.block_warps,
         )  # fmt: skip
         if launch.maxnreg is not None and device.type != "cpu":
             constants["maxnreg"] = launch.maxnreg
@@ -447,7 +450,8 @@ def run(
 
 @torch.no_grad()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`torch.nn.functional.linear` in float32 whose bits, row by row, do not depend on the other rows. x [..., K]; weight [N, K]."""
+    """`torch.nn.functional.linear` in float32 whose bits, row by row, do not depend on the other rows. x [..., K]; weight [N,
+    K]."""
     N, K = weight.shape
     rows = x.detach().float().reshape(-1, K).contiguous()
     out = rows.new_empty(len(rows), N)

@@ -1,13 +1,13 @@
 """The fused loop: one launch runs every loop of every prompt, decides on the device when a prompt has come to rest, and
 puts the next prompt in its place.
 
-A persistent program takes prompts from an atomic queue (`order`, longest first). `loop_tile` keeps the residual stream of its tile
-in registers through all loops; a tile holds NSLOT prompts. `loop_blocks` serves prompts longer than a tile: row blocks one after
-the other, with state, keys and values in a scratch that stays in L2. The stopping rule is the one of docs/exits.md, per prompt, on
-[NSLOT] vectors; sums are fixed float32 trees.
+A persistent program takes prompts from an atomic queue (`order`, longest first). `loop_tile` keeps the residual stream of its
+tile in registers through all loops; a tile holds NSLOT prompts. `loop_blocks` serves prompts longer than a tile: row blocks
+one after the other, with state, keys and values in a scratch that stays in L2. The stopping rule is the one of docs/exits.md,
+per prompt, on [NSLOT] vectors; sums are fixed float32 trees.
 
-What is remembered of a prompt between launches stands in two arrays, `ints` [B, 8] and `floats` [B, 4], in the order of INTS and
-FLOATS.
+What is remembered of a prompt between launches stands in two arrays, `ints` [B, 8] and `floats` [B, 4], in the order of INTS
+and FLOATS.
 """
 
 import triton
@@ -114,8 +114,8 @@ def judge(
 ):  # fmt: skip
     """One step of docs/exits.md for every slot, with t counted already.
 
-    g2, n2: squared norms of F - Y and F (g2 is 0 where no check is due and the loop is not the last). differing: numbers whose bits
-    changed. ENDLESS: tol is infinite. change2, size2: squared norms of the predictions' change and of the predictions.
+    g2, n2: squared norms of F - Y and F (g2 is 0 where no check is due and the loop is not the last). differing: numbers
+    whose bits changed. change2, size2: squared norms of the predictions' change and of the predictions. ENDLESS: infinite tol.
     Returns the counters, leaving, status, done, residual.
     """
     t, passes, t_prev, stuck, damped, known, s_prev, best = counters
@@ -274,7 +274,8 @@ def streamed_layer(
 def linear_rows(
     source, weight, bias, target, n_rows, K, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KB: tl.constexpr
 ):  # fmt: skip
-    """target [n_rows, N] = source [n_rows, K] weight [N, K]' + bias, float32, each row summed in the same order whatever the batch.
+    """target [n_rows, N] = source [n_rows, K] weight [N, K]' + bias, float32, each row summed in the same order whatever the
+    batch.
 
     Library products choose their kernel, and so the order of sums, by the number of rows.
     """
@@ -304,15 +305,15 @@ def loop_tile(
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
     N_CORE: tl.constexpr, M: tl.constexpr, NSLOT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
     CAUSAL: tl.constexpr, INJECT: tl.constexpr, HAS_POS: tl.constexpr, LOOP_NORM: tl.constexpr, READ: tl.constexpr,
-    STRIDE: tl.constexpr, RULE: tl.constexpr, ON_STALL: tl.constexpr, ENDLESS: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr,
-    FAST: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, HOLD: tl.constexpr, STAGES: tl.constexpr,
+    STRIDE: tl.constexpr, RULE: tl.constexpr, ON_STALL: tl.constexpr, ENDLESS: tl.constexpr, PREC: tl.constexpr, EMULATE:
+    tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, HOLD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All loops of prompts of at most M / NSLOT tokens.
 
-    prompts [B, T, C]: P, with positions where inject adds. start [B, T, C]: Y to begin with. final [B, T, C]: F of the last loop.
-    going [B, T, C]: Y' of the last loop, written where on_stall damps. before [programs, 2, M, CP]: scratch for Y. order [n_queue]:
-    prompts to run. lengths [B]. queue [1]: 0. Weights as `launch.pack` lays them out. reads [B, n_loops - first_loop, N] and
-    last_read [B, N]: predictions. All state is float32.
+    prompts [B, T, C]: P, with positions where inject adds. start [B, T, C]: Y to begin with. final [B, T, C]: F of the last
+    loop. going [B, T, C]: Y' of the last loop, written where on_stall damps. before [programs, 2, M, CP]: scratch for Y. order
+    [n_queue]: prompts to run. lengths [B]. queue [1]: 0. Weights as `launch.pack` lays them out. reads [B, n_loops -
+    first_loop, N] and last_read [B, N]: predictions. All state is float32.
     """
     SLOT: tl.constexpr = M // NSLOT
     HIDDEN: tl.constexpr = FP // KC
@@ -332,7 +333,6 @@ def loop_tile(
     program = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, M)
     within = r % SLOT
-    slot = tl.arange(0, NSLOT)
     n_read = (n_tokens + STRIDE - 1) // STRIDE
     zero = tl.zeros([NSLOT], tl.int32)
     counters = (zero, zero, zero, zero, zero, zero, tl.zeros([NSLOT], tl.float32), tl.zeros([NSLOT], tl.float32))
@@ -465,9 +465,9 @@ def loop_blocks(
 ):  # fmt: skip
     """All loops of prompts of up to TP tokens, a multiple of M: one prompt a program, row blocks one after the other.
 
-    A layer is two passes over the blocks: keys and values of all of them into the scratch, then attention and MLP. The state stands in
-    `before` [programs, 2, TP, CP]: Y in one half, the stream that becomes F in the other; the halves change roles every loop. keys
-    [programs, 2 or 4, H, TP, HP]. The rest is as in `loop_tile`.
+    A layer is two passes over the blocks: keys and values of all of them into the scratch, then attention and MLP. The state
+    stands in `before` [programs, 2, TP, CP]: Y in one half, the stream that becomes F in the other; the halves change roles
+    every loop. keys [programs, 2 or 4, H, TP, HP]. The rest is as in `loop_tile`.
     """
     program = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, M)

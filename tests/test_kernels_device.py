@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, through `solve`. `benches/device.sh` checks every launch row; this is what a user would notice."""
+"""The Triton kernels on a GPU, through `solve`: what a user would notice. `benches/device.sh` checks every launch row."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The queue and refill protocol of the fused kernels as a model in plain Python, under adversarial interleavings.
 
-Triton's interpreter runs programs one after another, so the first one drains the queue. Here every atomic step of every program is
-a point at which another program may run: a schedule drawn by hypothesis decides which.
+Triton's interpreter runs programs one after another, so the first one drains the queue. Here every atomic step of every
+program is a point at which another program may run: a schedule drawn by hypothesis decides which.
 """
 
 import hypothesis.strategies as st

@@ -56,8 +56,9 @@ def solve(
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
         return_predictions: the read-out after every loop, too.
-        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"eager"``; or ``"auto"``, which takes the
-            kernels on a GPU and the C++ engine elsewhere where it can, and says once in the log why where it cannot. The result's `backend` and `reason` tell which one ran and why.
+        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"eager"``; or ``"auto"``, which takes
+            the kernels on a GPU and the C++ engine on a CPU where it can, and says once in the log why where it cannot. The
+            result's `backend` and `reason` tell which one ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
 
     Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.

@@ -1,8 +1,8 @@
 """The fused Triton kernels as a backend: one launch runs every loop of every prompt on the GPU.
 
-Its memory has the eager backend's names, so that one `LoopState` serves both. Arithmetic follows the parameters: bfloat16 ones give
-"bf16"; float32 ones what `torch.set_float32_matmul_precision` asks for: "highest" bf16x3 (about float32 in accuracy), "high" tf32,
-"medium" bf16. The residual stream, norms, softmax and all sums are float32 in each.
+Its memory has the eager backend's names, so that one `LoopState` serves both. Arithmetic follows the parameters: bfloat16 ones
+give "bf16"; float32 ones what `torch.set_float32_matmul_precision` asks for: "highest" bf16x3 (about float32 in accuracy),
+"high" tf32, "medium" bf16. The residual stream, norms, softmax and all sums are float32 in each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from looped.exits import ROUNDING_LEVEL, RULES, Readout
 from looped.loop import LoopResult, LoopSpec, LoopState, Status
@@ -230,8 +230,8 @@ def _one_by_one(
 
 
 def _result(
-    model: LoopedTransformer, out: Any, reads: Tensor | None, lengths: Tensor | None, given: list[int], spec: LoopSpec, first: int,
-    first_t: Tensor | None, dtype: torch.dtype,
+    model: LoopedTransformer, out: Any, reads: Tensor | None, lengths: Tensor | None, given: list[int], spec: LoopSpec, first:
+    int, first_t: Tensor | None, dtype: torch.dtype,
 ) -> LoopResult:  # fmt: skip
     y = out.final.to(dtype)
     memory: dict[str, Tensor] = {name: out.ints[:, i].long() for name, i in IMAGES.items()}
