@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 4000000000
 
-.PHONY: demo test check format clean
+.PHONY: demo test check kernels format clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.runtime            ## evaluate the bundled model against the baselines; leaves demo/
@@ -22,6 +22,9 @@ check: $(VENV)/.dev               ## style, types, import layers, spelling
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+kernels: $(VENV)/.dev             ## compile the GPU kernels for every target, and hold them to their gates
+	$(BIN)/python -W ignore -m loopkernels.aot --target all --kernel all
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -41,5 +44,5 @@ $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 	touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
-	$(PIP) -e '.[dev,tabular]'
+	$(PIP) -e '.[dev,gpu,tabular]'
 	touch $(VENV)/.runtime $@

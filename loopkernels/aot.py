@@ -208,7 +208,7 @@ def faults_of(launch: Launch, report: Report) -> list[str]:
         faults.append("no matrix instruction")
     if report.instructions < LEAST_INSTRUCTIONS:
         faults.append(f"{report.instructions} instructions: an empty kernel")
-    if report.target == "sm_90" and report.waits > 0.5 * report.matrix_instructions > 0:
+    if report.target == "sm_90" and report.waits > 0.75 * report.matrix_instructions > 0:
         faults.append(f"{report.waits} waits for {report.matrix_instructions} matrix instructions: serialised")
     faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE]
     budget = launch.spill_budget + (0 if VERSION >= (3, 9) else OLDER_SPILLS)

@@ -1,8 +1,8 @@
 """From a block's weights to a launch: packing, the launch table, shape checks, launchers.
 
 `pack` folds what can be folded (norm affine, softmax scale, log2(e), value bias) in float64 and lays the weights out in the
-tiles the kernels read. `LAUNCHES` is the launch table: data, chosen from by width, precision and device alone, so that the bits of a
-result never depend on the number of prompts.
+tiles the kernels read. `LAUNCHES` is the launch
+table: data, chosen from by width, precision and device alone, so that the bits of a result never depend on the number of prompts.
 """
 
 from __future__ import annotations

@@ -236,9 +236,14 @@ def streamed_mlp(
     for i in tl.range(0, HIDDEN, num_stages=STAGES):
         at = layer * HIDDEN + i
         b = tl.load(b_up + at * KC + tl.arange(0, KC))
-        u = mm(h, weight(w_up, at * KC, up_low, KC, CP, PREC, TMA), PREC)
-        u = operand(activate(u + b[None, :], ACT, FAST), PREC, EMULATE)
-        x = mma(u, weight(w_down, at * CP, down_low, CP, KC, PREC, TMA), x, PREC)
+        # In a pipeline all weights are read first. Without one they pass through registers, so each is read where it is used.
+        up = weight(w_up, at * KC, up_low, KC, CP, PREC, TMA)
+        if STAGES > 1:
+            down = weight(w_down, at * CP, down_low, CP, KC, PREC, TMA)
+        u = operand(activate(mm(h, up, PREC) + b[None, :], ACT, FAST), PREC, EMULATE)
+        if STAGES == 1:
+            down = weight(w_down, at * CP, down_low, CP, KC, PREC, TMA)
+        x = mma(u, down, x, PREC)
     return x
 
 
@@ -254,15 +259,23 @@ def streamed_layer(
     x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.range(0, H, num_stages=STAGES):
         at = layer * H + i
-        # A weight is read where it is used: without pipelining it passes through registers.
         bq = tl.load(b_q + at * HP + tl.arange(0, HP))
-        q = mm(h, weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA), PREC)
-        q = operand(q + bq[None, :], PREC, EMULATE)
-        k = mm(h, weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA), PREC)
-        k = operand(k, PREC, EMULATE)
-        v = mm(h, weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA), PREC)
+        wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA)
+        if STAGES > 1:
+            wk = weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA)
+            wv = weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA)
+            wo = weight(w_out, at * CP, out_low, CP, HP, PREC, TMA)
+        q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
+        if STAGES == 1:
+            wk = weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA)
+        k = operand(mm(h, wk, PREC), PREC, EMULATE)
+        if STAGES == 1:
+            wv = weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA)
+        v = mm(h, wv, PREC)
         o, bad = mixed(q, k, v, own, M, NSLOT, CAUSAL, PREC, EMULATE)
-        x = mma(o, weight(w_out, at * CP, out_low, CP, HP, PREC, TMA), x, PREC)
+        if STAGES == 1:
+            wo = weight(w_out, at * CP, out_low, CP, HP, PREC, TMA)
+        x = mma(o, wo, x, PREC)
         if NSLOT > 1:
             x += bad[:, None]
     return streamed_mlp(
@@ -536,10 +549,14 @@ def loop_blocks(
                 for i in range(H):
                     head = layer * H + i
                     bq = tl.load(b_q + head * HP + tl.arange(0, HP))
-                    q = mm(h, weight(w_in, head * (3 * HP), in_low, HP, CP, PREC, TMA), PREC)
-                    q = operand(q + bq[None, :], PREC, EMULATE)
+                    wq = weight(w_in, head * (3 * HP), in_low, HP, CP, PREC, TMA)
+                    if STAGES > 1:
+                        wo = weight(w_out, head * CP, out_low, CP, HP, PREC, TMA)
+                    q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
                     o = mixed_blocks(q, keys, low, i * (TP * HP), b * M, sees, own, M, HP, CAUSAL, PREC, EMULATE)
-                    x = mma(o, weight(w_out, head * CP, out_low, CP, HP, PREC, TMA), x, PREC)
+                    if STAGES == 1:
+                        wo = weight(w_out, head * CP, out_low, CP, HP, PREC, TMA)
+                    x = mma(o, wo, x, PREC)
                 x = streamed_mlp(
                     x, layer, w_up, w_down, up_low, down_low, b_up, b_down,
                     C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
