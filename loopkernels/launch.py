@@ -93,7 +93,6 @@ class Launch:
     tma: bool = False
     per_sm: int = 1
     maxnreg: int | None = None
-    spill_budget: int = 0
 
     @property
     def block_warps(self) -> int:
@@ -115,16 +114,16 @@ LAUNCHES = (
     Launch("S32", HOPPER, 32, "bf16", 64, 4, 64, tma=True, per_sm=2),
     Launch("S64", HOPPER, 64, "bf16", 64, 4, 64, tma=True, per_sm=2),
     Launch("S128", HOPPER, 128, "bf16", 64, 8, 64, tma=True),
-    Launch("S256", HOPPER, 256, "bf16", 64, 8, 32, tma=True, spill_budget=640),
+    Launch("S256", HOPPER, 256, "bf16", 64, 8, 32, tma=True),
     Launch("S16", HOPPER, 16, "bf16x3", 64, 4, 64, tma=True),
     Launch("S32", HOPPER, 32, "bf16x3", 64, 4, 64, tma=True),
     Launch("S64", HOPPER, 64, "bf16x3", 64, 4, 64, tma=True),
-    Launch("S128", HOPPER, 128, "bf16x3", 64, 8, 64, tma=True, spill_budget=1024),
-    Launch("S256", HOPPER, 256, "bf16x3", 64, 8, 32, stages=1, tma=True, spill_budget=6144),
+    Launch("S128", HOPPER, 128, "bf16x3", 64, 8, 64, tma=True),
+    Launch("S256", HOPPER, 256, "bf16x3", 64, 8, 32, stages=1, tma=True),
     Launch("S16", HOPPER, 16, "tf32", 64, 4, 64, tma=True),
     Launch("S32", HOPPER, 32, "tf32", 64, 4, 64, tma=True),
     Launch("S64", HOPPER, 64, "tf32", 64, 4, 64, tma=True),
-    Launch("S128", HOPPER, 128, "tf32", 64, 8, 64, tma=True, spill_budget=1280),
+    Launch("S128", HOPPER, 128, "tf32", 64, 8, 64, tma=True),
     Launch("S16", AMPERE + AMD, 16, "bf16", 64, 4, 64),
     Launch("S32", AMPERE + AMD, 32, "bf16", 64, 4, 64),
     Launch("S64", AMPERE + AMD, 64, "bf16", 64, 4, 64),
@@ -142,7 +141,7 @@ LAUNCHES = (
     Launch("S16", HOPPER + AMPERE + AMD, 16, "fp32", 16, 4, 32, stages=1),
     Launch("S32", HOPPER + AMPERE + AMD, 32, "fp32", 16, 4, 32, stages=1),
     Launch("S64", HOPPER + AMPERE + AMD, 64, "fp32", 16, 4, 32, stages=1),
-    Launch("S128", HOPPER + AMPERE + AMD, 128, "fp32", 16, 8, 32, stages=1, spill_budget=2048),
+    Launch("S128", HOPPER + AMPERE + AMD, 128, "fp32", 16, 8, 32, stages=1),
 )
 
 
