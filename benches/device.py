@@ -120,7 +120,8 @@ def integers(name: str, precision: str) -> dict[str, Any]:
 
     def sparse(weight: torch.Tensor, n: int) -> None:
         for line in weight:
-            line[torch.randperm(len(line), generator=generator)[:n]] = torch.randint(0, 2, (n,), generator=generator).double() * 2 - 1
+            signs = torch.randint(0, 2, (n,), generator=generator).double() * 2 - 1
+            line[torch.randperm(len(line), generator=generator)[:n]] = signs
 
     with torch.no_grad():
         for p in model.parameters():

@@ -82,7 +82,6 @@ SPILL_BUDGET: dict[str, int] = {
     "gfx942 S64 bf16 blocks": 256,
     "gfx942 S128 bf16 tile": 256,
     "gfx942 S128 bf16 blocks": 256,
-    "gfx942 S256 bf16 tile": 256,
     "gfx942 S256 bf16 blocks": 256,
     "gfx942 S16 bf16x3 blocks": 256,
     "gfx942 S32 bf16x3 blocks": 256,
@@ -93,6 +92,8 @@ SPILL_BUDGET: dict[str, int] = {
     "gfx942 S256 bf16x3 blocks": 512,
     "gfx942 S64 fp32 blocks": 256,
     "gfx942 S128 fp32 blocks": 256,
+    "gfx942 S256 bf16 tile": 256,
+    "gfx950 S16 bf16 blocks": 256,
 }
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens

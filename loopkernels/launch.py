@@ -1,8 +1,8 @@
 """From a block's weights to a launch: packing, the launch table, shape checks, launchers.
 
 `pack` folds what can be folded (norm affine, softmax scale, log2(e), value bias) in float64 and lays the weights out in the
-tiles the kernels read. `LAUNCHES` is the launch
-table: data, chosen from by width, precision and device alone, so that the bits of a result never depend on the number of prompts.
+tiles the kernels read. `LAUNCHES` is the launch table: data, chosen from by width, precision and device alone, so that the bits
+of a result never depend on the number of prompts.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ LAUNCHES = (
     Launch("S32", AMPERE + AMD, 32, "bf16", 64, 4, 64),
     Launch("S64", AMPERE + AMD, 64, "bf16", 64, 4, 64),
     Launch("S128", AMPERE + AMD, 128, "bf16", 64, 8, 64),
-    Launch("S256", AMPERE + AMD, 256, "bf16", 32, 8, 32),
+    Launch("S256", AMPERE, 256, "bf16", 32, 8, 32),
+    Launch("S256", AMD, 256, "bf16", 32, 8, 32, stages=1),
     Launch("S16", AMPERE + AMD, 16, "bf16x3", 64, 4, 64),
     Launch("S32", AMPERE + AMD, 32, "bf16x3", 64, 4, 64),
     Launch("S64", AMPERE + AMD, 64, "bf16x3", 64, 4, 64),
