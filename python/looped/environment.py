@@ -12,8 +12,10 @@ import torch
 from looped.backends import cpu, triton
 from looped.pretrained import bundled_models
 
-PACKAGES = ("looped", "torch", "triton", "numpy", "safetensors", "transformers")
-PACKAGES += ("scikit-learn", "scipy", "matplotlib", "xgboost")
+PACKAGES = (
+    *("looped", "torch", "triton", "numpy", "safetensors", "transformers"),
+    *("scikit-learn", "scipy", "matplotlib", "xgboost"),
+)
 
 
 def environment() -> dict[str, dict[str, Any]]:
