@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 4000000000
 
-.PHONY: demo test bench check format cpp sanitize clang neon coverage sdist clean
+.PHONY: demo test bench check kernels format cpp sanitize clang neon coverage sdist clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.runtime            ## evaluate the bundled model against the baselines; leaves demo/
@@ -30,6 +30,9 @@ check: $(VENV)/.dev               ## style, types, import layers, spelling
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+kernels: $(VENV)/.dev             ## compile the GPU kernels for every target, and hold them to their gates
+	$(BIN)/python -W ignore -m loopkernels.aot --target all --kernel all
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -86,7 +89,7 @@ $(VENV)/.runtime: $(SOURCES) | $(BIN)/python
 	touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
-	$(PIP) -e '.[dev,tabular]'
+	$(PIP) -e '.[dev,gpu,tabular]'
 	touch $(VENV)/.runtime $@
 
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python

@@ -4,7 +4,7 @@ from looped import exits, op
 from looped.accelerate import Anderson
 from looped.checkpoint import load_checkpoint, load_model, save_model
 from looped.config import LoopedConfig, gpt2_config, icl_config
-from looped.engine import solve, solve_iter
+from looped.engine import repack, solve, solve_iter
 from looped.loop import Interrupted, LoopResult, LoopState, PromptResult, Status
 from looped.model import LoopedTransformer
 from looped.pretrained import load_pretrained
@@ -27,6 +27,7 @@ __all__ = [
     "load_model",
     "load_pretrained",
     "op",
+    "repack",
     "save_model",
     "solve",
     "solve_iter",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, eager
+from looped.backends import cpu, eager, triton
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
@@ -21,7 +21,7 @@ from looped.progress import OnProgress, reporter
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
-BACKENDS = ("auto", "cpu", "eager")
+BACKENDS = ("auto", "cpu", "eager", "triton")
 ON_INTERRUPT = ("raise", "return")
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,9 @@ def solve(
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
         return_predictions: the read-out after every loop, too.
-        backend: ``"cpu"``, the C++ engine; ``"eager"``; or ``"auto"``, which takes the C++ engine where it can, and says once
-            in the log why where it cannot. The result's `backend` and `reason` tell which one ran and why.
+        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"eager"``; or ``"auto"``, which takes
+            the kernels on a GPU and the C++ engine on a CPU where it can, and says once in the log why where it cannot. The
+            result's `backend` and `reason` tell which one ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
         progress: True shows a bar on standard error when the call takes over two seconds; or a function
             `progress(n_finished, n_prompts)`, called now and then and at the end. What it raises ends the call and comes out.
@@ -83,6 +84,14 @@ def solve(
     if result.interrupted and on_interrupt == "raise":
         raise Interrupted(result)
     return result
+
+
+def repack(model: LoopedTransformer) -> None:
+    """Have the weights of a model packed again at its next call on a GPU.
+
+    Needed after edits through `.data` only: other edits are seen, and the C++ engine sees these too.
+    """
+    triton.forget(model)
 
 
 def solve_iter(
@@ -188,7 +197,14 @@ def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Cal
     """The backend that runs this, and why that one. Raises ValueError where the one asked for cannot."""
     if backend == "eager":
         return eager.run, "asked for"
-    obstacle = cpu.why_not(model, spec)
+    if backend == "triton" or (backend == "auto" and next(model.parameters()).device.type == "cuda"):
+        obstacle = triton.why_not(model, spec)
+        if obstacle is None:
+            return triton.run, "asked for" if backend == "triton" else "the fastest that runs this model on a GPU"
+        if backend == "triton":
+            raise ValueError(f'solve: backend="triton" cannot run this: {obstacle}; use backend="auto" or "eager"')
+    else:
+        obstacle = cpu.why_not(model, spec)
     if backend == "cpu":
         if obstacle:
             raise ValueError(f'solve: backend="cpu" cannot run this: {obstacle}; use backend="auto" or "eager"')
@@ -243,8 +259,9 @@ class _Batch:
             width = max(width, state.y.shape[1])  # it may come from a batch with longer prompts
         tokens = _resize(tokens, 1, width)
         is_full = all(length == tokens.shape[1] for length in own_lengths)
-        of_prompts = torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
-        batch = cls(tokens, None if is_full else of_prompts, own_lengths, n_tokens, is_list)
+        # A full batch needs no copy from the host, which a CUDA graph could not capture.
+        of_prompts = None if is_full else torch.tensor(own_lengths, dtype=torch.int64, device=tokens.device)
+        batch = cls(tokens, of_prompts, own_lengths, n_tokens, is_list)
         if config.input_kind == "tokens":
             batch.check_ids(model, own_tokens(tokens.shape[1], of_prompts))
         return batch

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-from looped.backends import cpu
+from looped.backends import cpu, triton
 from looped.pretrained import bundled_models
 
-PACKAGES = ("looped", "torch", "numpy", "safetensors", "transformers", "scikit-learn", "scipy", "matplotlib", "xgboost")
+PACKAGES = (
+    *("looped", "torch", "triton", "numpy", "safetensors", "transformers"),
+    *("scikit-learn", "scipy", "matplotlib", "xgboost"),
+)
 
 
 def environment() -> dict[str, dict[str, Any]]:
@@ -33,7 +36,7 @@ def environment() -> dict[str, dict[str, Any]]:
         devices |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     else:
         devices["cuda"] = "none: " + ("this torch is built without CUDA" if torch.version.cuda is None else "no device found")
-    backends = {"cpu": cpu.describe(), "eager": "works on CPU and CUDA tensors"}
+    backends = {"cpu": cpu.describe(), "triton": triton.describe(), "eager": "works on CPU and CUDA tensors"}
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
 
 

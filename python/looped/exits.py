@@ -23,6 +23,7 @@ Memory = dict[str, Tensor]
 # The rounding level phi: a step this small against the state is noise of the arithmetic, not motion of the state. Measured on
 # the shipped model, on states that float64 shows to be at rest (the table is in docs/exits.md).
 ROUNDING_LEVEL = {"fp64": 2e-15, "fp32": 1e-6, "bf16_states": 2e-2}
+ROUNDING_LEVEL |= {"bf16x3": 2e-5, "tf32": 2e-3, "bf16": 1e-2}  # operands of the Triton kernels; their states are float32
 PRECISION_OF = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16_states"}
 
 STALL_GAIN = 0.9  # a check is progress when g falls below this share of its best

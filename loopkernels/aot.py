@@ -1,0 +1,305 @@
+"""Compiles the kernels for a named GPU on a machine without one, reads what the compiler made of them, and fails where a gate
+does.
+
+    python -m loopkernels.aot --target sm_90 --kernel all
+
+Needs Triton's compiler and its bundled tools, no driver. TRITON_INTERPRET must not be set: an interpreted function has no
+binary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loopkernels.launch import LAUNCHES, Launch
+from loopkernels.loop import COUNTS, loop_blocks, loop_tile
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
+TENSOR_MEMORY_LIMIT = 512
+MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC[A-Z]*MMA", "gfx942": "v_mfma", "gfx950": "v_mfma"}
+FORBIDDEN_ADVICE = ("C7510", "C7511", "C7514", "C7515", "C7519")
+# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up.
+SPILL_BUDGET: dict[str, int] = {
+    "sm_90 S256 bf16 tile": 256,
+    "sm_90 S256 bf16 blocks": 512,
+    "sm_90 S128 bf16x3 tile": 768,
+    "sm_90 S128 bf16x3 blocks": 768,
+    "sm_90 S256 bf16x3 tile": 3072,
+    "sm_90 S256 bf16x3 blocks": 4864,
+    "sm_90 S64 tf32 blocks": 256,
+    "sm_90 S128 tf32 tile": 256,
+    "sm_90 S128 tf32 blocks": 1024,
+    "sm_90 S128 fp32 tile": 1536,
+    "sm_100 R16 bf16 blocks": 256,
+    "sm_100 R64 bf16 tile": 256,
+    "sm_100 S16 bf16 blocks": 256,
+    "sm_100 S128 bf16 tile": 256,
+    "sm_100 S128 bf16 blocks": 256,
+    "sm_100 S256 bf16 tile": 3072,
+    "sm_100 S256 bf16 blocks": 1280,
+    "sm_100 S32 bf16x3 tile": 256,
+    "sm_100 S64 bf16x3 tile": 256,
+    "sm_100 S64 bf16x3 blocks": 256,
+    "sm_100 S128 bf16x3 tile": 2048,
+    "sm_100 S128 bf16x3 blocks": 1536,
+    "sm_100 S256 bf16x3 tile": 1792,
+    "sm_100 S256 bf16x3 blocks": 2048,
+    "sm_80 S64 bf16 blocks": 256,
+    "sm_80 S128 bf16 tile": 768,
+    "sm_80 S128 bf16 blocks": 512,
+    "sm_80 S256 bf16 blocks": 256,
+    "sm_80 S32 bf16x3 blocks": 256,
+    "sm_80 S64 bf16x3 tile": 256,
+    "sm_80 S64 bf16x3 blocks": 768,
+    "sm_80 S128 bf16x3 tile": 3328,
+    "sm_80 S128 bf16x3 blocks": 768,
+    "sm_80 S256 bf16x3 tile": 1024,
+    "gfx942 S16 bf16 blocks": 256,
+    "gfx942 S32 bf16 blocks": 256,
+    "gfx942 S64 bf16 blocks": 256,
+    "gfx942 S128 bf16 tile": 256,
+    "gfx942 S128 bf16 blocks": 256,
+    "gfx942 S256 bf16 blocks": 256,
+    "gfx942 S16 bf16x3 blocks": 256,
+    "gfx942 S32 bf16x3 blocks": 256,
+    "gfx942 S64 bf16x3 blocks": 256,
+    "gfx942 S128 bf16x3 tile": 512,
+    "gfx942 S128 bf16x3 blocks": 512,
+    "gfx942 S256 bf16x3 tile": 768,
+    "gfx942 S256 bf16x3 blocks": 512,
+    "gfx942 S64 fp32 blocks": 256,
+    "gfx942 S128 fp32 blocks": 256,
+    "gfx942 S256 bf16 tile": 256,
+    "gfx950 S16 bf16 blocks": 256,
+}
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
+LEAST_INSTRUCTIONS = 500  # a kernel that asks too much tensor memory compiles to an empty trap, silently
+
+
+@dataclass
+class Report:
+    """What one launch row compiled to."""
+
+    target: str
+    row: str
+    kernel: str
+    precision: str
+    rows: int
+    warps: int
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
+    tensor_memory: int = 0
+    matrix_instructions: int = 0
+    waits: int = 0
+    instructions: int = 0
+    advice: tuple[str, ...] = ()
+    seconds: float = 0.0
+    faults: tuple[str, ...] = ()
+
+
+def signature_of(launch: Launch, sizes: dict[str, Any]) -> dict[str, str]:
+    """Types of the run-time arguments."""
+    element = "bf16" if launch.precision.startswith("bf16") else "fp32"
+    by_descriptor = launch.tma and not sizes.get("RESIDENT")
+    CP, HP, KC = sizes["CP"], sizes["HP"], sizes["KC"]
+    shapes = {"w_in": (HP, CP), "w_out": (CP, HP), "w_up": (KC, CP), "w_down": (CP, KC)}
+    types = dict.fromkeys(("ints", "order", "lengths", "queue"), "*i32") | dict.fromkeys(("tol", "phi", "read_bias"), "fp32")
+    types |= dict.fromkeys(COUNTS, "i32")
+    for name, (rows, columns) in shapes.items():
+        types[name] = f"tensordesc<{element}[{rows},{columns}]>" if by_descriptor else f"*{element}"
+    types["keys"] = f"*{element}"
+    return types
+
+
+def constants_of(launch: Launch, target: str, kernel: str, n_heads: int | None) -> dict[str, Any]:
+    """Compile-time arguments for a row's widest block: the looped in-context learner's, with the exit rule it is evaluated
+    with."""
+    C = launch.width
+    H = n_heads or max(1, C // 32 if C > 64 else C // 16)
+    HP = max(16, C // H)
+    constants = dict(
+        C=C, CP=C, H=H, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_CORE=1, M=launch.rows, NORM="layernorm", EPS=1e-5,
+        ACT="gelu_tanh", CAUSAL=True, INJECT="add", HAS_POS=False, LOOP_NORM="each", READ=0, STRIDE=1, RULE="contraction",
+        ON_STALL="exit", ENDLESS=False, PREC=launch.precision, EMULATE=False,
+        FAST=launch.precision == "bf16" and target.startswith("sm_"), TMA=launch.tma, STAGES=launch.stages,
+    )  # fmt: skip
+    if kernel == "tile":
+        return constants | dict(NSLOT=1, RESIDENT=launch.resident, HOLD=launch.hold)
+    return constants | dict(TP=-(-101 // launch.rows) * launch.rows)
+
+
+def compile_row(launch: Launch, target: str, kernel: str = "tile", n_heads: int | None = None, **changes: Any) -> Any:
+    """The compiled kernel of a launch row: `loop_tile` or `loop_blocks`. `changes` replaces compile-time arguments."""
+    constants = constants_of(launch, target, kernel, n_heads) | changes
+    function = loop_tile if kernel == "tile" else loop_blocks
+    types = signature_of(launch, constants)
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    warps = launch.warps if kernel == "tile" else launch.block_warps
+    options = dict(num_warps=warps, num_stages=launch.stages)
+    if launch.maxnreg and target.startswith("sm_"):
+        options["maxnreg"] = launch.maxnreg
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -> Report:
+    """Compile one row and read its figures."""
+    report = Report(target, launch.name, kernel, launch.precision, launch.rows, launch.warps)
+    began = time.time()
+    compiled = compile_row(launch, target, kernel, **changes)
+    report.seconds = time.time() - began
+    report.shared = compiled.metadata.shared
+    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
+    if target.startswith("sm_"):
+        _read_cubin(compiled.asm["cubin"], report)
+        _read_advice(compiled.asm["ptx"], target, report)
+    else:
+        _read_amdgcn(compiled.asm["amdgcn"], report)
+    report.faults = tuple(faults_of(launch, report))
+    if kernel == "tile" and launch.resident:
+        report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
+    return report
+
+
+def _tool(name: str) -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _read_cubin(cubin: bytes, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = subprocess.run([_tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
+        code = subprocess.run([_tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found:
+        report.registers = int(found[1])
+    report.matrix_instructions = len(re.findall(rf"\b{MATRIX_INSTRUCTION[report.target]}", code))
+    report.waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
+    report.instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", code))
+
+
+def _read_advice(ptx: str, target: str, report: Report) -> None:
+    """Spills and warnings, from the assembler's own account."""
+    name = _tool("ptxas-blackwell" if Path(_tool("ptxas-blackwell")).exists() and target != "sm_80" else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        chip = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+        command = [name, "-v", f"--gpu-name={chip[1] if chip else target}", str(path), "-o", f"{folder}/kernel.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True).stderr
+    report.spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
+
+
+def residency_faults(ttgir: str) -> list[str]:
+    """What speaks against weights that are laid into shared memory before the loop and stay there."""
+    lines = ttgir.splitlines()
+    start, end = max(_loops(lines), key=lambda span: span[1] - span[0], default=(0, 0))
+    faults = []
+    if sum("ttg.local_alloc" in line and "= ttg.local_alloc %" in line for line in lines[:start]) < 6:
+        faults.append("the weights are not in shared memory before the loop")
+    inside = "\n".join(lines[start:end])
+    if re.search(r"async_copy_global_to_local|async_tma_copy_global_to_local|descriptor_load", inside):
+        faults.append("the loop reads weights")
+    return faults
+
+
+def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """First and last line of every `scf.while`, both of its regions."""
+    for start, line in enumerate(lines):
+        if "scf.while" in line:
+            closing = " " * (len(line) - len(line.lstrip())) + "}"
+            for end in range(start + 1, len(lines)):
+                if lines[end].startswith(closing) and not lines[end].startswith(closing + " do"):
+                    yield start, end
+                    break
+
+
+def _read_amdgcn(text: str, report: Report) -> None:
+    for name, pattern in (("registers", r"\.vgpr_count:\s+(\d+)"), ("spilled", r"\.vgpr_spill_count:\s+(\d+)")):
+        found = re.search(pattern, text)
+        setattr(report, name, int(found[1]) if found else 0)
+    report.matrix_instructions = len(re.findall(MATRIX_INSTRUCTION[report.target], text))
+    report.instructions = len(re.findall(r"^\s+[svdb][a-z_]*_", text, re.MULTILINE))
+
+
+def faults_of(launch: Launch, report: Report) -> list[str]:
+    """The gates that a compiled row does not pass."""
+    faults = []
+    if report.shared > SHARED_LIMIT[report.target]:
+        faults.append(f"{report.shared} bytes of shared memory, the chip has {SHARED_LIMIT[report.target]}")
+    if report.tensor_memory > TENSOR_MEMORY_LIMIT:
+        faults.append(f"{report.tensor_memory} columns of tensor memory, the chip has {TENSOR_MEMORY_LIMIT}")
+    if report.matrix_instructions == 0 and report.precision != "fp32":
+        faults.append("no matrix instruction")
+    if report.instructions < LEAST_INSTRUCTIONS:
+        faults.append(f"{report.instructions} instructions: an empty kernel")
+    if report.target == "sm_90" and report.waits > 0.75 * report.matrix_instructions > 0:
+        faults.append(f"{report.waits} waits for {report.matrix_instructions} matrix instructions: serialised")
+    faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE]
+    budget = SPILL_BUDGET.get(f"{report.target} {report.row} {report.precision} {report.kernel}", 0)
+    budget += 0 if VERSION >= (3, 9) else OLDER_SPILLS
+    if report.spilled > budget:
+        faults.append(f"{report.spilled} bytes spilled, the budget is {budget}")
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="sm_90", help=f"{', '.join(TARGETS)} or all")
+    parser.add_argument("--kernel", default="all", help="a row's name, such as S256, or all")
+    parser.add_argument("--precision", default="all")
+    parser.add_argument("--json", help="write the reports to a file")
+    chosen = parser.parse_args()
+    reports = []
+    for target in TARGETS if chosen.target == "all" else [chosen.target]:
+        for launch in LAUNCHES:
+            if (
+                target in launch.targets
+                and chosen.kernel in ("all", launch.name)
+                and chosen.precision in ("all", launch.precision)
+            ):
+                for kernel in ("tile", "blocks"):
+                    reports.append(examine(launch, target, kernel))
+                    print_report(reports[-1])
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")
+    sys.exit(any(report.faults for report in reports))
+
+
+def print_report(report: Report) -> None:
+    values = [f"{v}" for k, v in dataclasses.asdict(report).items() if k not in ("faults", "seconds")]
+    print("  ".join(values), f"{report.seconds:.0f} s", "; ".join(report.faults) or "ok", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main()
