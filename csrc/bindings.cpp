@@ -165,7 +165,7 @@ bool without_gil(const std::string& call, const Job& job) {
     } catch (const batch::PromptError& error) {
         throw std::runtime_error(call + ": prompt " + std::to_string(error.prompt) + ": " + error.what());
     }
-    if (is_complete) return true;
+    if (is_complete && PyErr_CheckSignals() == 0) return true;  // a signal since the watcher looked last, too
     if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw py::error_already_set();
     PyErr_Clear();
     return false;

@@ -138,6 +138,17 @@ def test_rules_agree(name, check_every, scope):
     assert len(spread) > 2 or name in ("fixed", "exact")
 
 
+@pytest.mark.parametrize("scope", ["prompt", "prefix"])
+@pytest.mark.parametrize("tol", [1e-3, math.inf])
+def test_a_readout_that_stays_zero_is_still(tol, scope):
+    model = icl_model(std=0.1)
+    with torch.no_grad():
+        model.read_out.weight.zero_()
+        model.read_out.bias.zero_()
+    got = assert_agrees(model, prompts(3), None, Readout(tol=tol, scope=scope), n_loops=12)
+    assert got["memory"]["t"].max() < 12
+
+
 @pytest.mark.parametrize("tol", [0.0, math.inf])
 @pytest.mark.parametrize("rule", [Absolute, Relative, Contraction, Readout])
 def test_extreme_tolerances_agree(rule, tol):

@@ -336,3 +336,18 @@ except looped.Interrupted as stop:
 """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     assert subprocess.run([sys.executable, "-c", code], timeout=60, env=environment).returncode == 7
+
+
+@pytest.mark.skipif(cpu._engine is None or not hasattr(signal, "setitimer"), reason="the C++ engine, and a timer")
+def test_an_interrupt_of_a_short_call_keeps_its_result():
+    model, x = looped.load_pretrained("linear_regression"), torch.randn(1, 21, 5)
+    want = looped.solve(model, x, n_loops=300)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.003)  # sooner than the engine looks for signals
+        result = looped.solve(model, x, n_loops=300, on_interrupt="return")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert result.interrupted
+    assert torch.equal(looped.solve(model, x, n_loops=300, state=result.state).y, want.y)

@@ -120,6 +120,19 @@ def test_attend(n_tokens, is_causal, dtype):
             assert_close(got[first:], want[first:], dtype, head_dim * n_tokens)
 
 
+@both
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_token_is_seen_by_none_before_it(bad, dtype):
+    qkv = draw(33, 3 * 2 * 5, dtype=dtype)
+    want = run_attention(qkv, 2)
+    for place in (0, 1, 12, 32):
+        broken = qkv.copy()
+        broken[place, 20:] = bad  # its values
+        got = run_attention(broken, 2)
+        assert got[:place].tobytes() == want[:place].tobytes()
+        assert not np.isfinite(got[place:]).any()
+
+
 def test_scores_far_apart_do_not_overflow():
     qkv = 40 * draw(17, 3 * 16, dtype=np.float32)
     got, want = run_attention(qkv, 1), attention(qkv, 1, True)

@@ -63,6 +63,16 @@ def test_every_part_of_a_model_may_be_shared(changes, dtype):
         assert bits_of(cpu(x, n_loops=5, n_threads=n_threads, return_predictions=True)) == bits_of(alone), n_threads
 
 
+def test_a_bad_token_is_as_bad_on_any_number_of_threads():
+    cpu = wide(n_coda=1, loop_norm="once")
+    x = torch.randn(1, 33, 3, generator=torch.Generator().manual_seed(0))
+    x[0, 17] = torch.nan
+    alone = cpu(x, n_loops=3, n_threads=1)
+    assert torch.from_numpy(alone["y"]).isnan().any(-1)[0].tolist() == [t >= 17 for t in range(33)]
+    for n_threads in (2, 3, 8):
+        assert bits_of(cpu(x, n_loops=3, n_threads=n_threads)) == bits_of(alone), n_threads
+
+
 def test_fewer_prompts_than_threads_share_them():
     cpu = wide()
     x = torch.randn(3, 40, 3, generator=torch.Generator().manual_seed(1))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "block/tile.hpp"
+#include "block/token_wise.hpp"
 #include "simd/transpose.hpp"
 
 namespace looped::block {
@@ -53,6 +54,17 @@ LOOPED_INLINE void transpose(Rows<const typename V::Scalar> source, Rows<typenam
     }
 }
 
+// 0 times a number is 0 if it is finite, and else NaN.
+template <class V>
+LOOPED_INLINE bool all_finite(Rows<const typename V::Scalar> x) {
+    V sum = V::zero();
+    for (size_t i = 0; i < x.n_rows; ++i) {
+        for_vectors<V>(x.width, [&](size_t j, auto n)
+                                    __attribute__((always_inline)) { sum = V::fma(load_lanes<V>(x.row(i) + j, n), V::zero(), sum); });
+    }
+    return V::sum(sum) == typename V::Scalar(0);
+}
+
 template <class V>
 void attend(const Attention<typename V::Scalar>& job) noexcept {
     using T = typename V::Scalar;
@@ -87,16 +99,24 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
                 scale[r] = exponentials<V>(job.scores.row(r), job.is_causal ? first + r + 1 : n_tokens, n_keys);
             }
             // A panel may reach into the columns of the next head, which are written after this one, and beyond the last one.
-            for (size_t c = 0; c < d; c += panel) {
-                const Tile<T> tile{.a = job.scores.first,
-                                   .a_stride = job.scores.stride,
-                                   .b = values.first + c,
-                                   .b_stride = values.stride,
-                                   .depth = n_keys,
-                                   .out = job.out.row(first) + head * d + c,
-                                   .out_stride = job.out.stride,
-                                   .row_scale = scale};
-                d - c <= width ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+            const auto weigh_values = [&](size_t r, size_t n_rows, size_t n_weighed) {
+                for (size_t c = 0; c < d; c += panel) {
+                    const Tile<T> tile{.a = job.scores.row(r),
+                                       .a_stride = job.scores.stride,
+                                       .b = values.first + c,
+                                       .b_stride = values.stride,
+                                       .depth = n_weighed,
+                                       .out = job.out.row(first + r) + head * d + c,
+                                       .out_stride = job.out.stride,
+                                       .row_scale = scale + r};
+                    d - c <= width ? tile_of<V, 1>[n_rows - 1](tile) : tile_of<V, 2>[n_rows - 1](tile);
+                }
+            };
+            weigh_values(0, rows, n_keys);
+            const Rows<T> own = job.out.between(first, first + rows).from_column(head * d);
+            if (job.is_causal && !all_finite<V>({own.first, rows, d, own.stride})) {
+                // A weight of 0 times a later value that is not finite: each row by itself, over what it attends to.
+                for (size_t r = 0; r < rows; ++r) weigh_values(r, 1, first + r + 1);
             }
             is_stopped = lookout.sees_stop_after(2 * rows * n_keys * d);
         });

@@ -215,7 +215,7 @@ bool PromptLoop<T>::pass_prompt(const BatchMemory<T>& batch, size_t i, Watch& wa
     if (watch.is_due() && spec_.rule == Rule::readout) {
         const bool has_before = batch.has_prediction[i];
         compare_predictions(batch, i, has_before);
-        step.readout_is_still = has_before && change_ <= spec_.tol * size_;
+        step.readout_is_still = has_before && is_within(change_, size_);
     }
     return watch.has_passed_enough(0, step);
 }
@@ -268,7 +268,7 @@ void PromptLoop<T>::compare_predictions(const BatchMemory<T>& batch, size_t i, b
             size_here += now * now;
             memory.prediction[c] = now;
         }
-        is_still_[r * model_.shape.read_stride] = std::sqrt(change_here) <= spec_.tol * std::sqrt(size_here);
+        is_still_[r * model_.shape.read_stride] = is_within(std::sqrt(change_here), std::sqrt(size_here));
         change += change_here;
         size += size_here;
     }

@@ -32,6 +32,7 @@ private:
     bool pass_prompt(const BatchMemory<T>& batch, size_t i, Watch& watch, double g, double n, double s);
     bool has_all_moving_passed(const Counters& counters) const;
     bool pass_tokens(const BatchMemory<T>& batch, size_t i, Watch& watch);
+    bool is_within(double change, double size) const { return size == 0 ? change == 0 : change <= spec_.tol * size; }
     void compare_predictions(const BatchMemory<T>& batch, size_t i, bool has_prediction);
 
     const block::Model<T>& model_;
