@@ -67,6 +67,7 @@ SPILL_BUDGET: dict[str, int] = {
     "sm_100 S128 bf16x3 blocks": 1536,
     "sm_100 S256 bf16x3 tile": 1792,
     "sm_100 S256 bf16x3 blocks": 2048,
+    "sm_100 S64 tf32 tile": 512,
     "sm_80 S64 bf16 blocks": 256,
     "sm_80 S128 bf16 tile": 768,
     "sm_80 S128 bf16 blocks": 512,
@@ -94,6 +95,13 @@ SPILL_BUDGET: dict[str, int] = {
     "gfx942 S128 fp32 blocks": 256,
     "gfx942 S256 bf16 tile": 256,
     "gfx950 S16 bf16 blocks": 256,
+    "gfx950 S32 bf16 blocks": 256,
+    "gfx950 S64 bf16 blocks": 512,
+    "gfx950 S128 bf16 tile": 256,
+    "gfx950 S128 bf16 blocks": 256,
+    "gfx950 S256 bf16 tile": 256,
+    "gfx950 S256 bf16 blocks": 256,
+    "gfx950 S16 bf16x3 blocks": 256,
 }
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
