@@ -474,6 +474,9 @@ def test_states_are_kept_apart():
     given = icl_model(std=0.15, state_init="given")
     with pytest.raises(ValueError, match=r"state 1 must be \[4, 16\], got \[9, 16\]"):
         looped.solve(given, ragged[:2], state=[torch.ones(9, 16), torch.ones(9, 16)])
+    for other in (x.flip(1), x.flip(2), x[:, [1, 0, *range(2, x.shape[1])]]):
+        with pytest.raises(ValueError, match="state is of another prompt 0"):
+            looped.solve(model, other, n_loops=9, state=looped.solve(model, x, n_loops=5).state)
 
 
 # Prefix freezing ------------------------------------------------------------------------------------------------------

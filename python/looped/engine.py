@@ -23,6 +23,7 @@ Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
 BACKENDS = ("auto", "cpu", "eager", "triton")
 ON_INTERRUPT = ("raise", "return")
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 are far apart
 
 log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -267,9 +268,12 @@ class _Batch:
         return batch
 
     def sums(self) -> Tensor:
-        """The sum over each prompt's own tokens, float64 [B]."""
+        """What tells a prompt from another, float64 [B]: its length, and a sum with a weight of its own for every number."""
         own = own_tokens(self.tokens.shape[1], self.lengths)
-        return clear_padding(self.tokens.double(), own).flatten(1).sum(dim=1)
+        numbers = clear_padding(self.tokens.double(), own).flatten(1)
+        places = torch.arange(1, numbers.shape[1] + 1, dtype=torch.float64, device=numbers.device)
+        n_tokens = self.tokens.shape[1] if self.lengths is None else self.lengths
+        return (numbers * (0.5 + (places * GOLDEN).frac())).sum(dim=1) + n_tokens
 
     def check_ids(self, model: LoopedTransformer, own: Tensor | None) -> None:
         size = model.config.vocab_size or 0
