@@ -1,5 +1,6 @@
 """looped::loop, the operator: PyTorch's own checks, compiled and exported graphs, and when a forward pass is the operator."""
 
+import copy
 import subprocess
 import sys
 
@@ -138,7 +139,7 @@ def test_with_gradients_a_forward_pass_is_plain_pytorch():
         assert torch.equal(plain.detach(), model(x, lengths=LENGTHS, backend="eager"))
     assert not torch.equal(fused, plain)  # rounding tells which one ran
     torch.testing.assert_close(fused, plain.detach())
-    with pytest.raises(ValueError, match="backend='cpu' is not one of auto, eager, fused"):
+    with pytest.raises(ValueError, match=r"backend='cpu' is not one of auto, eager, fused, .* those of looped\.solve"):
         model(x, backend="cpu")
 
 
@@ -182,6 +183,90 @@ def test_solve_does_not_take_a_changed_model_for_its_config():
         assert (result.backend, result.reason) == ("eager", reason)
         with pytest.raises(ValueError, match=reason):
             looped.solve(changed, x, backend="cpu")
+
+
+class OwnMLP(torch.nn.Module):
+    """The parameters of an MLP, and another map."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.fc, self.proj = mlp.fc, mlp.proj
+
+    def forward(self, x):
+        return self.proj(self.fc(x).sin())
+
+
+def other_eps(model):
+    norm = torch.nn.LayerNorm(16, eps=0.1)
+    norm.load_state_dict(model.core[0].norm_1.state_dict())
+    model.core[0].norm_1 = norm
+
+
+def zero_step(Y, P, lengths=None):
+    return 0 * Y
+
+
+MLP_OF = "a module or parameter of the model was replaced"
+METHOD = "a method of the model was replaced"
+SETTING = "a setting of a module is not that of the config"
+CHANGED = {
+    "eps": (other_eps, SETTING),
+    "activation": (lambda model: setattr(model.core[0].mlp, "activation", torch.relu), SETTING),
+    "heads": (lambda model: setattr(model.core[0].attn, "n_heads", 4), SETTING),
+    "mask": (lambda model: setattr(model.core[0].attn, "is_causal", False), SETTING),
+    "own class": (lambda model: setattr(model.core[0], "mlp", OwnMLP(model.core[0].mlp)), MLP_OF),
+    "no norm": (lambda model: model.core[0].__setattr__("norm_1", torch.nn.Identity()), MLP_OF),
+    "forward": (lambda model: setattr(model.core[0].mlp, "forward", torch.sin), METHOD),
+    "step": (lambda model: setattr(model, "step", zero_step), METHOD),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_module_is_seen(name):
+    change, reason = CHANGED[name]
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(x)
+    assert torch.equal(before, model(x, backend="fused"))
+    change(model)
+    plain = model(x, backend="eager")
+    assert not torch.allclose(plain, before)
+    assert torch.equal(model(x), plain)
+    torch.testing.assert_close(compiled(x), plain)
+    result = looped.solve(model, x)
+    assert (result.backend, result.reason) == ("eager", reason)
+    with pytest.raises(ValueError, match=reason):
+        looped.solve(model, x, backend="cpu")
+    with pytest.raises(ValueError, match=reason):
+        model(x, backend="fused")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_global_hooks_are_called(kind):
+    model, x, seen = icl_model(std=0.1, dtype=torch.float32), prompts(), []
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(lambda *_: seen.append(1))
+    try:
+        assert looped.solve(model, x).reason == "there are global hooks on all modules"
+        n_seen = len(seen)
+        model(x)
+        assert len(seen) > n_seen > model.config.n_loops
+    finally:
+        handle.remove()
+    assert looped.solve(model, x).backend == "cpu"
+
+
+@torch.no_grad()
+def test_a_copy_and_an_attribute_of_your_own_change_nothing():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    want = model(x, backend="fused")
+    twin = copy.deepcopy(model)
+    twin.note, twin.core[0].mlp.note = "mine", "mine"
+    twin.forward = torch.compile(twin.forward, backend="eager")
+    assert torch.equal(twin(x, backend="fused"), want)
+    assert torch.equal(twin.eval()(x), want)
 
 
 @torch.no_grad()

@@ -31,11 +31,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module, or one inside it, does more than its `forward`."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
-    return any(has_hooks(child) for child in module._modules.values() if child is not None)
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """The module and all inside it, in order; one that stands in two places comes twice."""
+    found = [module]
+    for child in module._modules.values():
+        if child is not None:
+            found += modules_of(child)
+    return found
 
 
 def checksum(weights: Iterable[Tensor]) -> int:
