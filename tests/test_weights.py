@@ -25,10 +25,6 @@ def new_parameter(model):
     model.core[0].mlp.fc.weight = torch.nn.Parameter(model.core[0].mlp.fc.weight.detach() * 2)
 
 
-def swapped(tensor):
-    return tensor.flip(0)
-
-
 def through_numpy(model):
     model.core[0].mlp.fc.weight.detach().numpy()[3, 4] += 1  # no version counts this
 
@@ -175,6 +171,29 @@ def test_rows_and_columns_that_change_places_count(dtype):
     others = [weight, weight.flip(0), weight.flip(1), weight.roll(1, 0), weight.roll(4, 1), weight.roll(256, 1)]
     assert len({checksum([other]) for other in others}) == len(others)
     assert checksum([weight, others[1]]) != checksum([others[1], weight])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [2, 64, 512])
+def test_what_keeps_the_sums_of_rows_and_columns_counts(n, dtype):
+    eye = torch.eye(n, dtype=dtype)
+    rolled = [eye.roll(shift, 0) for shift in range(min(n, 9))]
+    assert len({checksum([weight]) for weight in rolled}) == len(rolled)
+    weight = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    weight[:2, -2:] = torch.tensor([[1.5, -2.5], [-2.5, 1.5]])
+    mirrored = weight.clone()
+    mirrored[:2, -2:] = torch.tensor([[-2.5, 1.5], [1.5, -2.5]])
+    assert checksum([weight]) != checksum([mirrored])
+
+
+def test_a_state_does_not_go_on_under_a_mirrored_block():
+    model, x = icl_model(std=0.1), prompts()
+    weight = model.core[0].mlp.fc.weight.data
+    weight[:2, :2] = torch.tensor([[0.5, -0.5], [-0.5, 0.5]])
+    state = looped.solve(model, x, n_loops=3).state
+    weight[:2, :2] *= -1
+    with pytest.raises(ValueError, match="state was made with other weights"):
+        looped.solve(model, x, n_loops=6, state=state)
 
 
 def test_both_names_of_a_shared_weight_are_there():
