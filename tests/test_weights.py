@@ -1,5 +1,6 @@
 """A changed weight is noticed, whatever way it was changed: by the packed copies, and by a state that is resumed."""
 
+import numpy as np
 import pytest
 import torch
 from models import icl_model
@@ -200,3 +201,26 @@ def test_both_names_of_a_shared_weight_are_there():
     model = icl_model(n_core=2)
     model.core[1] = model.core[0]
     assert list(weights_of(model)) == list(model.state_dict())
+
+
+@needs_engine
+def test_the_fingerprint_of_memory_counts_every_bit_and_piece():
+    data = np.random.default_rng(0).integers(0, 2**64, 24, dtype=np.uint64)
+
+    def of(*pieces):
+        return cpu._engine.fingerprint([(piece.ctypes.data, piece.nbytes) for piece in pieces])
+
+    marks = {of(data)}
+    for word in range(len(data)):
+        for bit in range(64):
+            changed = data.copy()
+            changed[word] ^= np.uint64(1 << bit)
+            marks.add(of(changed))
+    assert len(marks) == 1 + 64 * len(data)
+    changed = data.copy()
+    changed[0] ^= np.uint64(1 << 63)
+    changed[8] ^= np.uint64(1 << 28)  # word 8 follows word 0 in its lane
+    assert of(changed) not in marks
+    tail = data.view(np.uint8)[:77]
+    orders = [of(data, tail), of(tail, data), of(data), of(tail), of(tail, tail), of(tail[:76]), of(tail[:76], tail[76:])]
+    assert len(set(orders)) == len(orders)
