@@ -98,10 +98,66 @@ def test_a_spec_is_text_that_holds_everything():
         torch.ops.looped.loop(prompts(), None, [torch.zeros(3)], None, op.encode(model.config, n_loops=1))
 
 
+def test_a_spec_is_checked_like_the_arguments_of_solve():
+    config = icl_model().config
+    assert op.decode(op.encode(config, n_loops=torch.tensor(9), exit="relative", accelerate="anderson"))[1].accelerate == (
+        looped.Anderson()
+    )
+    for how, error, text in (
+        (dict(n_loops=3.0), TypeError, "n_loops must be an integer, got 3.0"),
+        (dict(n_loops=-3), ValueError, "n_loops must be 0 or more, got -3"),
+        (dict(n_loops=3, accelerate=3), ValueError, "accelerate=3 is not one of"),
+        (dict(n_loops=3, on_stall="stop"), ValueError, "on_stall='stop' is not one of"),
+    ):
+        with pytest.raises(error, match=text):
+            op.encode(config, **how)
+    with pytest.raises(ValueError, match="needs a causal mask"):
+        op.encode(icl_model(mask_kind="full").config, n_loops=3, exit=Contraction(scope="prefix"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("loop", "Expecting value"),
+        ("[]", "no attribute"),
+        ("{}", "it has no 'config'"),
+        ('{"config": CONFIG}', "it has no 'n_loops'"),
+        ('{"n_loops": 3, "config": {"a": 1}}', "unknown key 'a'"),
+        ('{"n_loops": 2.5, "config": CONFIG}', "n_loops must be an integer, got 2.5"),
+        ('{"n_loops": -1, "config": CONFIG}', "n_loops must be 0 or more, got -1"),
+        ('{"n_loops": 3, "anderson": 9, "config": CONFIG}', "depth=9"),
+        ('{"n_loops": 3, "exit": {"rule": "fix"}, "config": CONFIG}', "did you mean 'fixed'"),
+        ('{"n_loops": 3, "exit": {"tol": 1}, "config": CONFIG}', "it has no 'rule'"),
+    ],
+)
+def test_a_text_that_is_no_spec_is_told(text, reason):
+    model = icl_model(std=0.1, dtype=torch.float32)
+    text = text.replace("CONFIG", model.config.json)
+    with pytest.raises(ValueError, match=f"looped::loop: spec=.* is not the JSON text that looped.op.encode makes.*{reason}"):
+        torch.ops.looped.loop(prompts(), None, weights(model), None, text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lengths_are_checked_on_every_path(dtype):
+    model, x = icl_model(std=0.1, dtype=dtype), prompts(dtype=dtype)
+    for lengths, text in (
+        (torch.tensor([1.5, 2, 3]), "lengths must be integers"),
+        (torch.tensor([True, False, True]), "lengths must be integers"),
+        (torch.tensor([1, 2]), "lengths must be integers"),
+        (torch.tensor([[1, 2, 3]]), "lengths must be integers"),
+        (torch.tensor([1, 10, 3]), r"prompt 1 has length 10, which must lie in 0 \.\. 9"),
+        (torch.tensor([1, 2, -1]), r"prompt 2 has length -1, which must lie in 0 \.\. 9"),
+    ):
+        with pytest.raises(ValueError, match=f"looped::loop: {text}"):
+            call(model, x, lengths, n_loops=2)
+    assert torch.equal(call(model, x, LENGTHS.to(torch.uint8), n_loops=2)[0], call(model, x, LENGTHS, n_loops=2)[0])
+
+
 def test_there_is_no_gradient():
     model = icl_model(std=0.1, dtype=torch.float32)
     y = call(model, prompts(), n_loops=2)[0]
-    with pytest.raises(RuntimeError, match="autograd"):
+    with pytest.raises(RuntimeError, match="looped::loop is for inference and has no gradient"):
         y.sum().backward()
 
 
