@@ -2,6 +2,7 @@
 
 import _thread
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def interrupt_after(n_calls):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_interrupted_run_goes_on_to_the_same_bits(mode, backend):
-    # The engine calls back every 20 ms, eager after every loop: many interrupts, wherever they happen to come.
+    # The engine calls back every 50 ms, eager after every loop: many interrupts, wherever they happen to come.
     n_copies, n_loops = (1, 60) if backend == "eager" else (100, 400)
     model, x = icl_model(std=0.12), prompts(n_copies * len(LENGTHS))
     options = dict(lengths=n_copies * LENGTHS, n_loops=n_loops, backend=backend, **MODES[mode])
@@ -198,7 +199,8 @@ def test_an_interrupt_before_the_first_loop(backend, state_init, monkeypatch):
     whole = looped.solve(model, x, state=given, **options)
     half = looped.solve(model, x, state=given, **(options | dict(n_loops=4)))
     with monkeypatch.context() as patch:
-        patch.setattr(model, "embed", Stopped().embed)
+        if backend == "eager":
+            patch.setattr(model, "embed", Stopped().embed)
         patch.setattr(cpu, "packed", lambda config, weights: (Stopped(), half.state.weights_sum))
         first = looped.solve(model, x, state=given, on_interrupt="return", return_predictions=True, **options)
         again = looped.solve(model, x, state=half.state, on_interrupt="return", **options)
@@ -210,6 +212,69 @@ def test_an_interrupt_before_the_first_loop(backend, state_init, monkeypatch):
     assert again.n_loops.tolist() == half.n_loops.tolist()
     for result in (first, again):
         assert same(looped.solve(model, x, state=result.state, **options).y, whole.y)
+
+
+class StopsWhileEmbedding(Stopped):
+    """The rest is an engine's own."""
+
+    def __init__(self, engine):
+        self.run = engine.run
+
+
+@pytest.mark.parametrize("where", ["embed", "packed", "checksum"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_had_ended_stays_when_an_interrupt_comes_before_the_first_loop(backend, where, monkeypatch):
+    model, n = icl_model(std=0.1), 6
+    x = prompts(n) * torch.linspace(0.1, 3, n)[:, None, None]
+    options = dict(lengths=LENGTHS, exit=Contraction(tol=0.1), backend=backend, return_predictions=True)
+    half = looped.solve(model, x, n_loops=12, **options)
+    ended = half.state.memory["done"]
+    assert 1 < ended.sum() < n
+    whole = looped.solve(model, x, n_loops=50, state=half.state, **options)
+    packed = cpu.packed
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if backend == "eager":
+            patch.setattr(*((model, "embed") if where == "embed" else (eager, "checksum")), stopped)
+        elif where == "embed":
+            patch.setattr(cpu, "packed", lambda *weights: (StopsWhileEmbedding(packed(*weights)[0]), packed(*weights)[1]))
+        else:
+            cpu._packed.clear()
+            patch.setattr(cpu, where, stopped)
+        result = looped.solve(model, x, n_loops=50, state=half.state, on_interrupt="return", **options)
+        other = looped.solve(model, x, n_loops=12, state=half.state, on_interrupt="return", **(options | dict(exit=None)))
+    assert result.interrupted
+    assert result.finished.tolist() == ended.tolist()
+    exact = dict(rtol=0, atol=0) if where == "embed" or backend == "eager" else dict()  # else read by plain PyTorch
+    for name in ("y", "prediction", "predictions", "n_loops", "status", "residual"):
+        got, want = getattr(result, name)[ended], getattr(whole, name)[ended]
+        if name in ("prediction", "predictions") and backend == "eager":
+            exact = dict()  # of another batch
+        torch.testing.assert_close(got, want, equal_nan=True, **exact)
+    assert result.prediction[~ended].isnan().all()
+    assert result.predictions[~ended].isnan().all()
+    at_limit = half.n_loops == 12
+    assert other.finished.tolist() == at_limit.tolist()
+    assert (other.status[at_limit] == Status.MAX_LOOPS).all()
+    rest = looped.solve(model, x, n_loops=50, state=result.state, **options)
+    assert same(rest.y, whole.y)
+    assert rest.status.tolist() == whole.status.tolist()
+
+
+@pytest.mark.parametrize("n_before", [None, 0, 4])
+def test_an_interrupt_goes_through_pickle_and_says_how_to_go_on(n_before):
+    result = looped.solve(icl_model(std=0.1), prompts(), exit="contraction", backend="eager")
+    stop = looped.Interrupted(result, n_before)
+    again = pickle.loads(pickle.dumps(stop))
+    assert type(again) is looped.Interrupted
+    assert str(again) == str(stop)
+    assert ("state=" in str(stop)) == (n_before is None)
+    assert again.n_before == n_before
+    assert same(again.result.y, result.y)
+    assert again.result.state.stopping == result.state.stopping
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -300,7 +365,7 @@ def test_ctrl_c_stops_a_long_loop_within_a_tenth_of_a_second(mask_kind):
             assert not result.y.any()  # Y_0, untouched by the loop that was broken off
     finally:
         signal.signal(signal.SIGINT, before)
-    assert min(waits) < 0.1, waits
+    assert sorted(waits)[1] < 0.1, waits
 
 
 @needs_engine

@@ -1,5 +1,6 @@
 """looped::loop, the operator: PyTorch's own checks, compiled and exported graphs, and when a forward pass is the operator."""
 
+import copy
 import subprocess
 import sys
 
@@ -97,10 +98,66 @@ def test_a_spec_is_text_that_holds_everything():
         torch.ops.looped.loop(prompts(), None, [torch.zeros(3)], None, op.encode(model.config, n_loops=1))
 
 
+def test_a_spec_is_checked_like_the_arguments_of_solve():
+    config = icl_model().config
+    assert op.decode(op.encode(config, n_loops=torch.tensor(9), exit="relative", accelerate="anderson"))[1].accelerate == (
+        looped.Anderson()
+    )
+    for how, error, text in (
+        (dict(n_loops=3.0), TypeError, "n_loops must be an integer, got 3.0"),
+        (dict(n_loops=-3), ValueError, "n_loops must be 0 or more, got -3"),
+        (dict(n_loops=3, accelerate=3), ValueError, "accelerate=3 is not one of"),
+        (dict(n_loops=3, on_stall="stop"), ValueError, "on_stall='stop' is not one of"),
+    ):
+        with pytest.raises(error, match=text):
+            op.encode(config, **how)
+    with pytest.raises(ValueError, match="needs a causal mask"):
+        op.encode(icl_model(mask_kind="full").config, n_loops=3, exit=Contraction(scope="prefix"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("loop", "Expecting value"),
+        ("[]", "no attribute"),
+        ("{}", "it has no 'config'"),
+        ('{"config": CONFIG}', "it has no 'n_loops'"),
+        ('{"n_loops": 3, "config": {"a": 1}}', "unknown key 'a'"),
+        ('{"n_loops": 2.5, "config": CONFIG}', "n_loops must be an integer, got 2.5"),
+        ('{"n_loops": -1, "config": CONFIG}', "n_loops must be 0 or more, got -1"),
+        ('{"n_loops": 3, "anderson": 9, "config": CONFIG}', "depth=9"),
+        ('{"n_loops": 3, "exit": {"rule": "fix"}, "config": CONFIG}', "did you mean 'fixed'"),
+        ('{"n_loops": 3, "exit": {"tol": 1}, "config": CONFIG}', "it has no 'rule'"),
+    ],
+)
+def test_a_text_that_is_no_spec_is_told(text, reason):
+    model = icl_model(std=0.1, dtype=torch.float32)
+    text = text.replace("CONFIG", model.config.json)
+    with pytest.raises(ValueError, match=f"looped::loop: spec=.* is not the JSON text that looped.op.encode makes.*{reason}"):
+        torch.ops.looped.loop(prompts(), None, weights(model), None, text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lengths_are_checked_on_every_path(dtype):
+    model, x = icl_model(std=0.1, dtype=dtype), prompts(dtype=dtype)
+    for lengths, text in (
+        (torch.tensor([1.5, 2, 3]), "lengths must be integers"),
+        (torch.tensor([True, False, True]), "lengths must be integers"),
+        (torch.tensor([1, 2]), "lengths must be integers"),
+        (torch.tensor([[1, 2, 3]]), "lengths must be integers"),
+        (torch.tensor([1, 10, 3]), r"prompt 1 has length 10, which must lie in 0 \.\. 9"),
+        (torch.tensor([1, 2, -1]), r"prompt 2 has length -1, which must lie in 0 \.\. 9"),
+    ):
+        with pytest.raises(ValueError, match=f"looped::loop: {text}"):
+            call(model, x, lengths, n_loops=2)
+    assert torch.equal(call(model, x, LENGTHS.to(torch.uint8), n_loops=2)[0], call(model, x, LENGTHS, n_loops=2)[0])
+
+
 def test_there_is_no_gradient():
     model = icl_model(std=0.1, dtype=torch.float32)
     y = call(model, prompts(), n_loops=2)[0]
-    with pytest.raises(RuntimeError, match="autograd"):
+    with pytest.raises(RuntimeError, match="looped::loop is for inference and has no gradient"):
         y.sum().backward()
 
 
@@ -138,7 +195,7 @@ def test_with_gradients_a_forward_pass_is_plain_pytorch():
         assert torch.equal(plain.detach(), model(x, lengths=LENGTHS, backend="eager"))
     assert not torch.equal(fused, plain)  # rounding tells which one ran
     torch.testing.assert_close(fused, plain.detach())
-    with pytest.raises(ValueError, match="backend='cpu' is not one of auto, eager, fused"):
+    with pytest.raises(ValueError, match=r"backend='cpu' is not one of auto, eager, fused, .* those of looped\.solve"):
         model(x, backend="cpu")
 
 
@@ -182,6 +239,90 @@ def test_solve_does_not_take_a_changed_model_for_its_config():
         assert (result.backend, result.reason) == ("eager", reason)
         with pytest.raises(ValueError, match=reason):
             looped.solve(changed, x, backend="cpu")
+
+
+class OwnMLP(torch.nn.Module):
+    """The parameters of an MLP, and another map."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.fc, self.proj = mlp.fc, mlp.proj
+
+    def forward(self, x):
+        return self.proj(self.fc(x).sin())
+
+
+def other_eps(model):
+    norm = torch.nn.LayerNorm(16, eps=0.1)
+    norm.load_state_dict(model.core[0].norm_1.state_dict())
+    model.core[0].norm_1 = norm
+
+
+def zero_step(Y, P, lengths=None):
+    return 0 * Y
+
+
+MLP_OF = "a module or parameter of the model was replaced"
+METHOD = "a method of the model was replaced"
+SETTING = "a setting of a module is not that of the config"
+CHANGED = {
+    "eps": (other_eps, SETTING),
+    "activation": (lambda model: setattr(model.core[0].mlp, "activation", torch.relu), SETTING),
+    "heads": (lambda model: setattr(model.core[0].attn, "n_heads", 4), SETTING),
+    "mask": (lambda model: setattr(model.core[0].attn, "is_causal", False), SETTING),
+    "own class": (lambda model: setattr(model.core[0], "mlp", OwnMLP(model.core[0].mlp)), MLP_OF),
+    "no norm": (lambda model: model.core[0].__setattr__("norm_1", torch.nn.Identity()), MLP_OF),
+    "forward": (lambda model: setattr(model.core[0].mlp, "forward", torch.sin), METHOD),
+    "step": (lambda model: setattr(model, "step", zero_step), METHOD),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_changed_module_is_seen(name):
+    change, reason = CHANGED[name]
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(x)
+    assert torch.equal(before, model(x, backend="fused"))
+    change(model)
+    plain = model(x, backend="eager")
+    assert not torch.allclose(plain, before)
+    assert torch.equal(model(x), plain)
+    torch.testing.assert_close(compiled(x), plain)
+    result = looped.solve(model, x)
+    assert (result.backend, result.reason) == ("eager", reason)
+    with pytest.raises(ValueError, match=reason):
+        looped.solve(model, x, backend="cpu")
+    with pytest.raises(ValueError, match=reason):
+        model(x, backend="fused")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_global_hooks_are_called(kind):
+    model, x, seen = icl_model(std=0.1, dtype=torch.float32), prompts(), []
+    handle = getattr(torch.nn.modules.module, f"register_module_{kind}")(lambda *_: seen.append(1))
+    try:
+        assert looped.solve(model, x).reason == "there are global hooks on all modules"
+        n_seen = len(seen)
+        model(x)
+        assert len(seen) > n_seen > model.config.n_loops
+    finally:
+        handle.remove()
+    assert looped.solve(model, x).backend == "cpu"
+
+
+@torch.no_grad()
+def test_a_copy_and_an_attribute_of_your_own_change_nothing():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    want = model(x, backend="fused")
+    twin = copy.deepcopy(model)
+    twin.note, twin.core[0].mlp.note = "mine", "mine"
+    twin.forward = torch.compile(twin.forward, backend="eager")
+    assert torch.equal(twin(x, backend="fused"), want)
+    assert torch.equal(twin.eval()(x), want)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """A changed weight is noticed, whatever way it was changed: by the packed copies, and by a state that is resumed."""
 
+import numpy as np
 import pytest
 import torch
 from models import icl_model
@@ -23,10 +24,6 @@ def optimizer_step(model):
 
 def new_parameter(model):
     model.core[0].mlp.fc.weight = torch.nn.Parameter(model.core[0].mlp.fc.weight.detach() * 2)
-
-
-def swapped(tensor):
-    return tensor.flip(0)
 
 
 def through_numpy(model):
@@ -177,7 +174,53 @@ def test_rows_and_columns_that_change_places_count(dtype):
     assert checksum([weight, others[1]]) != checksum([others[1], weight])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("n", [2, 64, 512])
+def test_what_keeps_the_sums_of_rows_and_columns_counts(n, dtype):
+    eye = torch.eye(n, dtype=dtype)
+    rolled = [eye.roll(shift, 0) for shift in range(min(n, 9))]
+    assert len({checksum([weight]) for weight in rolled}) == len(rolled)
+    weight = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    weight[:2, -2:] = torch.tensor([[1.5, -2.5], [-2.5, 1.5]])
+    mirrored = weight.clone()
+    mirrored[:2, -2:] = torch.tensor([[-2.5, 1.5], [1.5, -2.5]])
+    assert checksum([weight]) != checksum([mirrored])
+
+
+def test_a_state_does_not_go_on_under_a_mirrored_block():
+    model, x = icl_model(std=0.1), prompts()
+    weight = model.core[0].mlp.fc.weight.data
+    weight[:2, :2] = torch.tensor([[0.5, -0.5], [-0.5, 0.5]])
+    state = looped.solve(model, x, n_loops=3).state
+    weight[:2, :2] *= -1
+    with pytest.raises(ValueError, match="state was made with other weights"):
+        looped.solve(model, x, n_loops=6, state=state)
+
+
 def test_both_names_of_a_shared_weight_are_there():
     model = icl_model(n_core=2)
     model.core[1] = model.core[0]
     assert list(weights_of(model)) == list(model.state_dict())
+
+
+@needs_engine
+def test_the_fingerprint_of_memory_counts_every_bit_and_piece():
+    data = np.random.default_rng(0).integers(0, 2**64, 24, dtype=np.uint64)
+
+    def of(*pieces):
+        return cpu._engine.fingerprint([(piece.ctypes.data, piece.nbytes) for piece in pieces])
+
+    marks = {of(data)}
+    for word in range(len(data)):
+        for bit in range(64):
+            changed = data.copy()
+            changed[word] ^= np.uint64(1 << bit)
+            marks.add(of(changed))
+    assert len(marks) == 1 + 64 * len(data)
+    changed = data.copy()
+    changed[0] ^= np.uint64(1 << 63)
+    changed[8] ^= np.uint64(1 << 28)  # word 8 follows word 0 in its lane
+    assert of(changed) not in marks
+    tail = data.view(np.uint8)[:77]
+    orders = [of(data, tail), of(tail, data), of(data), of(tail), of(tail, tail), of(tail[:76]), of(tail[:76], tail[76:])]
+    assert len(set(orders)) == len(orders)

@@ -7,7 +7,8 @@
 
 namespace looped::block {
 
-// Another value or another order gives another number, but for one chance in 2^64. At the speed of memory; not for keeping, since
+// Another value, order or length gives another number: one changed 8-byte word for certain, anything else but for a chance that is
+// small (2^-64 for changes without design; who looks for two equal ones finds them). At the speed of memory; not for keeping, since
 // it depends on the byte order of the machine. `before` chains pieces.
 std::uint64_t fingerprint(std::span<const std::byte> bytes, std::uint64_t before = 0) noexcept;
 

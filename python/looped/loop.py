@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -165,35 +165,62 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C stopped `solve` or `solve_iter`. `result` holds what is finished, and a state from which the rest goes on.
 
     `result.finished` says which prompts have ended. Of `solve_iter`, `result` is of the batch that ran, whose prompts are
-    counted from `n_before`; those of the batches before were given out already.
+    counted from `n_before`; those of the batches before were given out already. Of `solve`, `n_before` is None.
     """
 
-    def __init__(self, result: LoopResult, n_before: int = 0) -> None:
+    def __init__(self, result: LoopResult, n_before: int | None = None) -> None:
         done = f"{int(result.finished.sum())} of {len(result)} prompts"
-        batch = f" of the batch that begins with prompt {n_before}" if n_before else ""
-        super().__init__(f"interrupted: {done}{batch} had finished; state=interrupt.result.state goes on from here")
+        if n_before is None:
+            text = f"{done} had finished; solve(..., state=interrupt.result.state) goes on from here"
+        else:
+            text = f"{done} of the batch that begins with prompt {n_before} had finished; go on with the prompts from there"
+        super().__init__(f"interrupted: {text}")
         self.result, self.n_before = result, n_before
+
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[LoopResult, int | None]]:
+        return type(self), (self.result, self.n_before)
 
 
 def not_begun(
-    config: LoopedConfig, prompts: Tensor, dtype: torch.dtype, spec: LoopSpec, state: LoopState | Tensor | None, backend: str
+    config: LoopedConfig,
+    prompts: Tensor,
+    lengths: Tensor | None,
+    dtype: torch.dtype,
+    spec: LoopSpec,
+    state: LoopState | Tensor | None,
+    backend: str,
+    read: Callable[[Tensor, Tensor | None], Tensor],
 ) -> LoopResult:
-    """The result of a run that was interrupted before its first loop."""
+    """The result of a run that was interrupted before its first loop. Prompts of a state that had ended are read."""
     n_prompts, n_tokens = prompts.shape[:2]
     if not isinstance(state, LoopState):
         y = torch.zeros(n_prompts, n_tokens, config.d_model, dtype=dtype, device=prompts.device) if state is None else state
         state = LoopState(y, {}, spec.stopping)
-    shape = config.prediction_shape(n_prompts, n_tokens)
-    unread = state.y.new_full(shape, torch.nan)
+    prediction = state.y.new_full(config.prediction_shape(n_prompts, n_tokens), torch.nan)
     t = state.memory.get("t", torch.zeros(n_prompts, dtype=torch.int64, device=prompts.device))
-    n_kept = max(0, spec.n_loops - (int(t.min()) if n_prompts else 0))
+    status, ended = torch.full_like(t, Status.INTERRUPTED), torch.zeros_like(t, dtype=torch.bool)
+    if state.memory:
+        before, ended = state.memory["status"], state.memory["done"]
+        if state.stopping != spec.stopping:
+            ended = before == Status.NONFINITE
+            before = torch.where(ended, before, Status.MAX_LOOPS)
+        ended = ended | (t >= spec.n_loops)
+        status = torch.where(ended, before, status)
+    if ended.any():
+        prediction[ended] = read(state.y[ended], None if lengths is None else lengths[ended])
+    predictions = None
+    if spec.return_predictions:
+        first = min(int(t.min()), spec.n_loops) if n_prompts else 0
+        loops = torch.arange(first, spec.n_loops, device=t.device)
+        predictions = prediction[:, None].repeat(1, len(loops), *[1] * (prediction.dim() - 1))
+        predictions[loops < t[:, None]] = torch.nan
     return LoopResult(
         y=state.y,
-        prediction=unread,
+        prediction=prediction,
         n_loops=t,
-        status=torch.full_like(t, Status.INTERRUPTED),
+        status=status,
         residual=state.memory.get("residual", torch.full_like(t, torch.nan, dtype=torch.float64)),
-        predictions=unread[:, None].expand(-1, n_kept, *shape[1:]) if spec.return_predictions else None,
+        predictions=predictions,
         n_loops_by_token=state.memory.get("prefix.n_loops") if spec.rule.scope == "prefix" else None,
         state=state,
         backend=backend,

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from looped.config import LoopedConfig
-from looped.weights import has_hooks, weights_of
+from looped.weights import modules_of, weights_of
 
 # Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
 FUSED: dict[str, tuple[torch.dtype, ...]] = {}
@@ -123,6 +124,7 @@ class LoopedTransformer(nn.Module):
             self.read_out = nn.Linear(config.d_model, config.readout_width, bias=config.readout != "vocabulary")
         self.reset_parameters()
         self._own_names = tuple(weights_of(self))
+        self._own_kinds = [type(module) for module in modules_of(self)]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -259,7 +261,7 @@ class LoopedTransformer(nn.Module):
 
         Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of the
         device: the bits of `looped.solve`, compiled or not. Else they are the plain PyTorch of this file; so they are under
-        autocast, where a module has hooks or was replaced, for a subclass, and in an exported graph, which should run where
+        autocast, where a module has hooks or was changed, for a subclass, and in an exported graph, which should run where
         looped is not.
 
         Parameters
@@ -276,7 +278,10 @@ class LoopedTransformer(nn.Module):
         backend="fused" where the operator cannot run.
         """
         if backend not in ("auto", "eager", "fused"):
-            raise ValueError(f"LoopedTransformer: backend={backend!r} is not one of auto, eager, fused")
+            raise ValueError(
+                f"LoopedTransformer: backend={backend!r} is not one of auto, eager, fused, which a forward pass takes; "
+                "auto, cpu and eager are those of looped.solve"
+            )
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
         if n_loop_start and not 0 <= n_loop_start < total:
             raise ValueError(f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}")
@@ -329,10 +334,27 @@ class LoopedTransformer(nn.Module):
         """What of this model its config and weights do not say, so that another implementation would miss it; else None."""
         if type(self) is not LoopedTransformer:
             return f"{type(self).__name__} is a class of your own"
-        if tuple(weights_of(self)) != self._own_names:
+        modules = modules_of(self)
+        if tuple(weights_of(self)) != self._own_names or [type(module) for module in modules] != self._own_kinds:
             return "a module or parameter of the model was replaced"
-        if has_hooks(self):
-            return "a module has hooks"
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return "there are global hooks on all modules"
+        config = self.config
+        activation = ACTIVATIONS.get(config.activation)
+        for module in modules:
+            own = module.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return "a module has hooks"
+            if not (METHODS if module is self else INNER_METHODS).isdisjoint(own):
+                return "a method of the model was replaced"
+            if (
+                own.get("eps", config.norm_eps) != config.norm_eps
+                or own.get("activation", activation) is not activation
+                or own.get("n_heads", config.n_heads) != config.n_heads
+                or own.get("is_causal", config.mask_kind == "causal") != (config.mask_kind == "causal")
+                or own.get("max_norm") is not None
+            ):
+                return "a setting of a module is not that of the config"
         return None
 
     # Masks, positions, checks -------------------------------------------------------------------------------------
@@ -366,6 +388,10 @@ class LoopedTransformer(nn.Module):
                 "shorten it or use a model with more positions"
             )
 
+
+# Methods that an attribute of a module would hide. The model's own `forward` is left out: no other implementation runs it.
+METHODS = frozenset(name for name, value in vars(LoopedTransformer).items() if callable(value)) - {"forward", "__init__"}
+INNER_METHODS = frozenset(("forward", "project", "_call_impl", "_wrapped_call_impl"))
 
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.jit.is_tracing)  # since torch 2.7
 

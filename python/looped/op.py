@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looped.accelerate import Anderson
+from looped.accelerate import Anderson, make_acceleration
 from looped.backends import cpu, eager
 from looped.config import LoopedConfig
 from looped.exits import RULES, ExitRule, make_exit
 from looped.loop import LoopSpec, Status
-from looped.model import FUSED, LoopedTransformer
+from looped.model import FUSED, LoopedTransformer, loop_count
 from looped.weights import weights_of
 
 SCHEMA = (
@@ -47,39 +47,62 @@ def encode(
     n_loops: int,
     exit: ExitRule | str | None = None,
     on_stall: str = "ignore",
-    accelerate: Anderson | None = None,
+    accelerate: Anderson | str | None = None,
     return_predictions: bool = False,
 ) -> str:
-    """The operator's `spec`. Raises ValueError for a rule of your own, which no text can hold."""
+    """The operator's `spec`; the parameters are those of `solve`, and so are the errors.
+
+    Raises ValueError for a rule of your own, which no text can hold.
+    """
     rule = make_exit(exit)
     if type(rule) not in RULES.values():
         raise ValueError(f"encode: {type(rule).__name__} is a rule of your own; a graph holds those of looped.exits alone")
-    spec = LoopSpec(n_loops, rule, on_stall, accelerate, return_predictions)
+    spec = _spec(config, n_loops, rule, on_stall, make_acceleration(accelerate), return_predictions)
     values = {
         "n_loops": spec.n_loops,
-        "return_predictions": return_predictions,
+        "return_predictions": bool(return_predictions),
         "exit": {"rule": type(rule).__name__.lower()} | dataclasses.asdict(rule),
         "on_stall": on_stall,
-        "anderson": accelerate.depth if accelerate else 0,
+        "anderson": spec.accelerate.depth if spec.accelerate else 0,
         "config": config.to_dict(),
     }
     return json.dumps(values)
 
 
+def _spec(
+    config: LoopedConfig, n_loops: int, rule: ExitRule, on_stall: str, accelerate: Anderson | None, return_predictions: bool
+) -> LoopSpec:
+    if rule.scope == "prefix" and config.mask_kind != "causal":
+        raise ValueError('looped::loop: scope="prefix" needs a causal mask; use scope="prompt" with this model')
+    return LoopSpec(loop_count(n_loops), rule, on_stall, accelerate, return_predictions)
+
+
 @functools.lru_cache(maxsize=64)
 def decode(spec: str) -> tuple[LoopedTransformer, LoopSpec]:
-    """The inverse of `encode`, with the configuration as a model without weights. What the text leaves out has its default."""
-    values = json.loads(spec)
-    rule = dict(values.get("exit", {"rule": "fixed"}))
-    depth = values.get("anderson", 0)
-    how = LoopSpec(
-        values["n_loops"],
-        make_exit(rule.pop("rule"), **rule),
-        values.get("on_stall", "ignore"),
-        Anderson(depth) if depth else None,
-        values.get("return_predictions", False),
-    )
-    return empty_model(json.dumps(values["config"])), how
+    """The inverse of `encode`, with the configuration as a model without weights. What the text leaves out has its default.
+
+    Raises ValueError for another text.
+    """
+    try:
+        values = json.loads(spec)
+        rule = dict(values.get("exit", {"rule": "fixed"}))
+        depth = values.get("anderson", 0)
+        model = empty_model(json.dumps(values["config"]))
+        how = _spec(
+            model.config,
+            values["n_loops"],
+            make_exit(rule.pop("rule"), **rule),
+            values.get("on_stall", "ignore"),
+            Anderson(depth) if depth else None,
+            values.get("return_predictions", False),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        begin = spec if len(spec) <= 60 else f"{spec[:60]}..."
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"looped::loop: spec={begin!r} is not the JSON text that looped.op.encode makes of a model's config: {reason}"
+        ) from error
+    return model, how
 
 
 @functools.lru_cache(maxsize=16)
@@ -114,7 +137,7 @@ def loop(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor
     if len(weights) != len(names):
         raise ValueError(f"looped::loop: spec describes a model of {len(names)} weights, got {len(weights)}")
     x = x.long() if model.config.input_kind == "tokens" else x
-    lengths = None if lengths is None else lengths.long()
+    lengths = _checked(lengths, x)
     if cpu.cannot_run(weights[0], how) or not x.shape[1]:
         result = eager.run(with_weights(model, weights), x, lengths, how, state)
     else:
@@ -129,6 +152,29 @@ def loop(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor
         full, own = with_weights(model, weights), None if lengths is None else lengths[wild]
         y[wild], read[wild] = run_on(full, x[wild], own, how, None if state is None else state[wild])
     return y, result.n_loops, result.status, result.residual, read.clone() if read is y else read
+
+
+def _checked(lengths: Tensor | None, x: Tensor) -> Tensor | None:
+    """int64 [B]. Raises ValueError for what is not a length of a prompt."""
+    if lengths is None:
+        return None
+    if lengths.shape != x.shape[:1] or lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
+        raise ValueError(
+            f"looped::loop: lengths must be integers [{len(x)}], one for each prompt, got {lengths.dtype} {list(lengths.shape)}"
+        )
+    lengths = lengths.long()
+    for i in ((lengths < 0) | (lengths > x.shape[1])).nonzero().flatten().tolist():
+        raise ValueError(f"looped::loop: prompt {i} has length {int(lengths[i])}, which must lie in 0 .. {x.shape[1]}")
+    return lengths
+
+
+def _no_gradient(context: Any, *gradients: Tensor | None) -> None:
+    raise RuntimeError(
+        'looped::loop is for inference and has no gradient; for one, run model(..., backend="eager"), which is plain PyTorch'
+    )
+
+
+loop.register_autograd(_no_gradient)
 
 
 @loop.register_fake

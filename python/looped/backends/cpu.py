@@ -5,6 +5,7 @@ Its memory has the eager backend's names, so that one `LoopState` serves both.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from looped.config import LoopedConfig
-from looped.exits import PRECISION_OF, ROUNDING_LEVEL, RULES
+from looped.exits import PRECISION_OF, ROUNDING_LEVEL, RULES, Fixed
 from looped.loop import LoopResult, LoopSpec, LoopState, Status, check_weights, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
 from looped.weights import checksum, weights_of
@@ -77,13 +78,14 @@ def run(
     weights: used in place of the model's own. An interrupt is noticed within 0.1 s.
     """
     weights = weights_of(model) if weights is None else weights
-    (engine, weights_sum), n_threads = packed(model.config, weights), thread_count()
-    check_weights(state, weights_sum)
-    own = None if lengths is None else lengths.numpy()
+    engine, n_threads, own = None, thread_count(), None if lengths is None else lengths.numpy()
     try:
+        engine, weights_sum = packed(model.config, weights)
+        check_weights(state, weights_sum)
         P = torch.from_numpy(engine.embed(prompts.detach().contiguous().numpy(), own, n_threads=n_threads))
     except KeyboardInterrupt:
-        return not_begun(model.config, prompts, next(iter(weights.values())).dtype, spec, state, "cpu")
+        read = torch.no_grad()(model.read) if engine is None else functools.partial(_read, engine)
+        return not_begun(model.config, prompts, lengths, next(iter(weights.values())).dtype, spec, state, "cpu", read)
     memory: dict[str, np.ndarray] | None = None
     if isinstance(state, LoopState):
         Y, memory = state.y, _memory_of(state, spec)
@@ -106,6 +108,14 @@ def run(
         reason="",
         interrupted=out["interrupted"],
     )
+
+
+def _read(engine: Any, y: Tensor, lengths: Tensor | None) -> Tensor:
+    """The read-out of states."""
+    y, own = y.contiguous(), None if lengths is None else lengths.numpy()
+    no_loops = spec_values(LoopSpec(0, Fixed()), y.dtype)
+    out = engine.run(torch.zeros_like(y).numpy(), y.numpy(), own, no_loops, None, n_threads=thread_count(), progress=None)
+    return torch.from_numpy(out["prediction"])
 
 
 def spec_values(spec: LoopSpec, dtype: torch.dtype) -> dict[str, Any]:

@@ -83,7 +83,10 @@ def run(
     prompts and lengths as in `LoopedTransformer.embed`; state: Y_0 where the model wants one given, or a `LoopState`;
     on_progress: called after each loop with the number of prompts that have finished.
     """
-    weights_sum = checksum(weights_of(model).values())
+    try:
+        weights_sum = checksum(weights_of(model).values())
+    except KeyboardInterrupt:
+        return _not_begun(model, prompts, lengths, spec, state)
     check_weights(state, weights_sum)
     with torch.autocast(prompts.device.type, enabled=False):  # the dtype asked for is the dtype computed in
         result = _run(model, prompts, lengths, spec, state, on_progress)
@@ -102,7 +105,7 @@ def _run(
     try:
         live = loop.start(prompts, lengths, state)
     except KeyboardInterrupt:
-        return not_begun(model.config, prompts, next(model.parameters()).dtype, spec, state, "eager")
+        return _not_begun(model, prompts, lengths, spec, state)
     first_t = live["t"].clone()
     finished = Finished(live)
     before = dict(live)  # as the last complete loop left it: no tensor of it is changed in place
@@ -119,6 +122,13 @@ def _run(
     except KeyboardInterrupt:
         finished.interrupt(before, spec.n_loops)
     return finished.result(model, lengths, spec, first_t)
+
+
+def _not_begun(
+    model: LoopedTransformer, prompts: Tensor, lengths: Tensor | None, spec: LoopSpec, state: LoopState | Tensor | None
+) -> LoopResult:
+    dtype = next(model.parameters()).dtype
+    return not_begun(model.config, prompts, lengths, dtype, spec, state, "eager", model.read)
 
 
 class EagerLoop:
