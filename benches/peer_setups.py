@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from heap import KEEP_HEAP
 from torch import Tensor, nn
 
 import looped
@@ -28,10 +29,6 @@ from looped.model import LoopedTransformer
 
 Call = Callable[[Tensor], np.ndarray]
 Settings = dict[str, Call]
-
-# With the heap kept, glibc does not give large buffers back, and eager PyTorch does not fault their pages in again for every
-# operation. Which setting is better depends on the shape, so eager is measured with both.
-KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
 
 
 class AllLoops(nn.Module):

@@ -5,7 +5,7 @@
 Every shape is a looped in-context learner of width C with H heads on B prompts of T tokens, 20 loops, float32. The outputs of
 every implementation are held against eager PyTorch in float64 first. Then, in every round, each implementation runs once in
 turn, and the FMA peak of the same threads is measured beside them; figures are medians over the rounds. Of an implementation's
-settings (benches/peer_setups.py), and of batches whole or in parts of 64 prompts, the fastest in a trial enters the rounds;
+settings (benches/peer_setups.py), each on batches whole and in parts of 64 prompts, the fastest in a trial enters the rounds;
 eager enters with both allocator settings, and the better median counts. A shape whose round takes over a minute has three.
 
 GFLOP/s count 24 C^2 T + 2 T (T + 1) C operations a prompt-loop for every implementation; elementwise work is not counted.
@@ -23,7 +23,6 @@ import argparse
 import importlib.metadata
 import json
 import math
-import os
 import re
 import sys
 import time
@@ -33,7 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from peer_setups import IMPLEMENTATIONS, KEEP_HEAP, DefaultHeapEager, in_parts, missing
+from heap import restart_with_heap_kept
+from peer_setups import IMPLEMENTATIONS, DefaultHeapEager, in_parts, missing
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--threads", default=str(torch.get_num_threads()), help="a list; default PyTorch's")
     parser.add_argument("--shapes", help=f"a list; default {SHAPES}")
     parser.add_argument("--impl", default=",".join(IMPLEMENTATIONS), help="a list; default all")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="default 5, and 2 with --quick")
     parser.add_argument("--quick", action="store_true", help="small shapes, two rounds, no whole-graph torch.compile: minutes")
     parser.add_argument("--json", metavar="OUT", help="write the rows to this file")
     options = parser.parse_args()
@@ -85,13 +85,11 @@ def main() -> None:
         if package := missing(name):
             rest = ",".join(other for other in impls if other != name)
             parser.error(f"{name} needs {package}: pip install 'looped[bench]', or leave it out: --impl {rest}")
-    if cpu._engine is None:
+    if not cpu.is_there():
         parser.error(f"the FMA peak is measured by the C++ engine: {cpu.describe()}")
-    if not options.threads.replace(",", "").isdigit() or options.rounds < 1:
-        parser.error(
-            f"--threads takes a list such as 1,2 and --rounds a number from 1 on, got {options.threads!r}, {options.rounds}"
-        )
-    n_rounds = min(options.rounds, 2) if options.quick else options.rounds
+    n_rounds = options.rounds if options.rounds is not None else 2 if options.quick else 5
+    if not options.threads.replace(",", "").isdigit() or n_rounds < 1:
+        parser.error(f"--threads takes a list such as 1,2 and --rounds a number from 1 on, got {options.threads!r}, {n_rounds}")
     console = Console(width=None if sys.stdout.isatty() else 130)
     rows: list[dict[str, Any]] = []
     begin = time.perf_counter()
@@ -184,7 +182,7 @@ def fastest(impl, name, model, x, n_threads, compared, want, note, **options) ->
         calls = make(x)
     else:
         calls = {f"{setting} in parts of {PART}".strip(): in_parts(call, PART) for setting, call in make(x[:PART]).items()}
-        calls |= dict(list(make(x).items())[:1])
+        calls |= make(x)
     trial: dict[str, tuple[float, float]] = {}
     for setting, call in calls.items():
         note(f"trial: {impl} {setting}")
@@ -303,6 +301,5 @@ def versions(impls: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    if not KEEP_HEAP.keys() <= os.environ.keys():  # glibc reads them when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | KEEP_HEAP)
+    restart_with_heap_kept()
     main()

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <limits>
@@ -430,30 +431,49 @@ std::uint64_t fingerprint(const std::vector<std::pair<std::uintptr_t, size_t>>& 
     return all;
 }
 
-// GFLOP/s of fused multiply-adds on registers, all threads together.
+// GFLOP/s of fused multiply-adds on registers, all threads together: what they did from their common start until the last has ended.
+// Threads that take turns on a core do not count its time twice.
 double fma_peak(size_t n_threads, double seconds, bool is_double) {
     using Clock = std::chrono::steady_clock;
-    if (n_threads < 1 || !(seconds > 0)) refuse("fma_peak: n_threads and seconds must be positive");
+    constexpr double most_seconds = 60;  // no signal is looked at meanwhile
+    if (n_threads < 1) refuse("fma_peak: n_threads must be at least 1");
+    if (!(seconds > 0 && seconds <= most_seconds)) {
+        refuse("fma_peak: seconds must lie above 0 and be at most 60, got " + std::to_string(seconds));
+    }
     const auto rounds = is_double ? simd::kernels<double>().fma_rounds : simd::kernels<float>().fma_rounds;
     const py::gil_scoped_release release;
-    std::vector<double> rate(n_threads);
+    struct Work {
+        double done = 0;
+        Clock::time_point ended;
+    };
+    std::vector<Work> work(n_threads);
+    std::atomic<bool> has_started{false};
+    Clock::time_point start, end;
+    const auto start_all = [&](double for_seconds) {
+        start = Clock::now();
+        end = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(for_seconds));
+        has_started = true;
+        has_started.notify_all();
+    };
     {
         std::vector<std::jthread> threads;
-        for (double& own : rate) {
-            threads.emplace_back([&own, rounds, seconds] {
-                const auto start = Clock::now();
-                double done = 0, passed = 0;
-                while (passed < seconds) {
-                    done += rounds(100000);
-                    passed = std::chrono::duration<double>(Clock::now() - start).count();
-                }
-                own = done / passed * 1e-9;
-            });
+        try {
+            for (Work& own : work) {
+                threads.emplace_back([&, rounds] {
+                    has_started.wait(false);
+                    while ((own.ended = Clock::now()) < end) own.done += rounds(100000);
+                });
+            }
+        } catch (...) {
+            start_all(0);  // those that are there wait
+            throw;
         }
+        start_all(seconds);
     }
-    double sum = 0;
-    for (double own : rate) sum += own;
-    return sum;
+    double done = 0;
+    for (const Work& own : work) done += own.done;
+    const auto last = std::ranges::max(work, {}, &Work::ended).ended;
+    return done / std::chrono::duration<double>(last - start).count() * 1e-9;
 }
 
 }  // namespace
@@ -461,13 +481,13 @@ double fma_peak(size_t n_threads, double seconds, bool is_double) {
 
 PYBIND11_MODULE(_engine, module) {
     using namespace looped;
-    module.doc() = "The CPU engine of looped: prompts looped to rest, one prompt a thread.";
+    module.doc() = "The CPU engine of looped: prompts looped to rest, one prompt a thread, or several threads on one.";
     module.attr("version") = LOOPED_VERSION;
     module.def(
         "isa", [] { return std::string(simd::kernels<float>().isa); },
         "The instruction set in use: portable, avx2, avx512 or neon. LOOPED_ISA in the environment forces one.");
     module.def("fma_peak", &fma_peak, py::arg("n_threads") = 1, py::arg("seconds") = 0.1, py::arg("double") = false,
-               "GFLOP/s of fused multiply-adds on registers: the ceiling of every figure of this engine.");
+               "GFLOP/s of fused multiply-adds on registers, all threads together: the ceiling of every figure of this engine.");
     module.def("fingerprint", &fingerprint, py::arg("pieces"), "A number that tells whether the memory of any piece has changed.");
     py::class_<Engine>(module, "Engine", "A model's weights, packed. Neither changed nor kept: pack again after an edit.")
         .def(py::init<const py::dict&, const py::dict&>(), py::arg("config"), py::arg("weights"))

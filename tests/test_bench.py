@@ -13,14 +13,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from models import icl_model
+from rich.console import Console
 
 import looped
 from looped.bench.latency import Sweep, measure, n_ways
 from looped.bench.rounds import Way, interleaved, spread
 from looped.bench.shapes import operations, random_model, shape_sizes
 from looped.cli import main
-from looped.exits import Contraction
-from looped.icl.tasks import LinearRegression
+from looped.environment import n_cores
+from looped.exits import RULES, Contraction
+from looped.icl.tasks import TASKS, LinearRegression
+from looped.report.latency import LEAST_NEEDED, latency_table
 
 pytest.importorskip("looped._engine", reason="the C++ engine is not built")
 
@@ -70,7 +73,7 @@ def test_rounds_are_interleaved_and_prepared_after_a_warm_up():
     rounds = list(interleaved({name: way(name) for name in clock}, 3, sample_seconds=0.01, progress=told.append))
     pair = ["prepare slow", "slow", "prepare slower", "slower"]
     assert seen[-12:] == 3 * pair
-    assert told == 4 * ["slow", "slower"] or told == ["slow", "slower"] * 4
+    assert told == ["slow", "slower"] * 4
     for seconds in rounds:
         assert clock["slow"] <= seconds["slow"] < 0.04 <= seconds["slower"]
     with pytest.raises(ValueError, match="n_rounds=0"):
@@ -155,8 +158,7 @@ def test_bench_of_a_shape_prints_a_table_or_csv():
     options = ("--shape", "C16H2T7", "--loops", "1", "--batch", "1", "--rounds", 1, "--threads", 1)
     table = run(*options)
     assert table.exit_code == 0, table.stderr
-    assert "C16H2T7, 7 tokens, 1 rounds" in table.stdout
-    assert "FMA peak by threads" in table.stdout
+    assert "C16H2T7, 7 tokens, 1 round, 1 thread; FMA peak" in " ".join(table.stdout.split())
     rows = list(csv.DictReader(io.StringIO(run(*options, "--csv", "--backend", "eager").stdout)))
     assert [(row["backend"], row["exit"], row["error"]) for row in rows] == [("eager", "off", "")]
 
@@ -165,8 +167,12 @@ def test_bench_of_a_shape_prints_a_table_or_csv():
     ("arguments", "message"),
     [
         (["--shape", "256"], "is not of the form C256H8T82"),
-        (["--shape", "C16H2T7", "--checkpoint", "x"], "leave out --checkpoint"),
-        (["--shape", "C16H2T7", "--task", "linear_regression"], "use --checkpoint"),
+        (["--shape", "C16H2T7", "--checkpoint", "x"], "leave out MODEL, --checkpoint"),
+        (["x", "--checkpoint", "y"], "are the same argument; give one"),
+        (["--shape", "C16H2T7", "--task", "linear_regression"], "give a MODEL"),
+        (["--exit", "fixed", "--on-stall", "damp"], "go with an exit rule"),
+        (["--exit", "none", "--anderson", "1"], "go with an exit rule"),
+        (["--exit", "exact", "--anderson", "1"], "leave out --anderson"),
         (["--loops", "1;2"], "--loops takes a list such as 1,5,20 or a range"),
         (["--loops", "9:1"], "--loops takes a list"),
         (["--batch", "0"], "integers of at least 1"),
@@ -174,8 +180,8 @@ def test_bench_of_a_shape_prints_a_table_or_csv():
         (["--exit", "contract"], "did you mean 'contraction'"),
         (["--exit", "none", "--tol", "0.1"], "--tol goes with an exit rule"),
         (["--task", "linear"], "unknown task 'linear'; did you mean"),
-        (["--task", "linear_regression", "--tokens", "20"], "n_tokens must be odd"),
-        (["--tokens", "500"], "positions"),
+        (["--task", "linear_regression", "--tokens", "20"], "--tokens 20 must be odd with --task"),
+        (["--tokens", "500"], "--tokens 500 is more than the model's 23 positions"),
         (["--json", "--csv"], "choose one"),
         (["--rounds", "0"], "0 is not in the range"),
     ],
@@ -186,6 +192,60 @@ def test_bad_use_is_exit_code_2_and_one_clear_line(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+    assert "measuring" not in result.stderr
+
+
+def test_help_lists_the_rules_and_the_tasks():
+    shown = " ".join(run("--help").stdout.split())
+    assert f"Exit rules: {', '.join(RULES)}." in shown
+    assert f"Tasks: {', '.join(TASKS)}." in shown
+
+
+def test_the_model_is_an_argument_and_fixed_is_no_second_exit():
+    result = run("linear_regression", "--exit", "fixed", "--loops", 2, "--batch", 1, "--rounds", 1, "--threads", 1, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [(row["backend"], row["exit"]) for row in report["rows"]] == [("cpu", "off"), ("eager", "off")]
+    assert report["model"] == "linear_regression"
+
+
+def test_stalls_and_acceleration_reach_the_exits_rows_alone():
+    options = ("--loops", 100, "--batch", 4, "--rounds", 1, "--threads", 1, "--task", "linear_regression", "--backend", "cpu")
+    plain, faster = (json.loads(run(*options, "--json", *more).stdout)["rows"] for more in ((), ("--anderson", 2)))
+    assert [row["mean_loops"] for row in (plain[0], faster[0])] == [100, 100]
+    assert plain[0]["error"] == faster[0]["error"]
+    assert faster[1]["mean_loops"] < plain[1]["mean_loops"]
+    assert faster[1]["error"] != plain[1]["error"]
+    model = looped.load_pretrained("linear_regression")
+    seen = []
+    for on_stall in ("ignore", "damp"):
+        sweep = Sweep([100], [16], ["cpu"], exits=[None, Contraction(tol=1e-7, stall_window=3)], on_stall=on_stall)
+        *_, latency = measure(model, sweep, name="x", n_tokens=21, task=LinearRegression(5), n_rounds=1)
+        seen.append([row.error for row in latency.rows])
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] != seen[1][1]
+
+
+def test_more_threads_than_cores_are_not_measured():
+    options = ("--shape", "C16H2T7", "--loops", 1, "--batch", 1, "--rounds", 1, "--json")
+    result = run(*options, "--threads", "1,1000")
+    assert {row["threads"] for row in json.loads(result.stdout)["rows"]} == {1, n_cores()}
+    assert "looped: 1000 threads on" in result.stderr
+
+
+def test_the_table_fits_its_terminal_with_its_errors_whole():
+    row = dict(backend="eager", threads=1, batch=64, exit="contraction", n_loops=100, mean_loops=61.25, error=0.0019876)
+    row |= dict(ms=123.4, ms_p10=120.0, ms_p90=1234.0, ms_per_loop=2.01, gflops=104.2, peak_fraction=0.8)
+    report = dict(model="x", n_tokens=21, n_rounds=5, rows=[row], fma_peak_gflops={"1": 113.0})
+    for width, left_out in ((100, {"threads"}), (90, {"threads", "ms a loop"}), (78, {"threads", *LEAST_NEEDED})):
+        console = Console(width=width, file=io.StringIO())
+        console.print(table := latency_table(report, width))
+        assert not {column.header for column in table.columns} & left_out
+        text = console.file.getvalue()
+        assert "0.002" in text
+        assert "…" not in text
+    several = latency_table(report | {"rows": [row, row | {"threads": 2}]})
+    assert {"threads", "ms a loop"} <= {column.header for column in several.columns}
 
 
 def test_an_interrupt_keeps_the_finished_rounds(tmp_path):
@@ -204,4 +264,4 @@ def test_an_interrupt_keeps_the_finished_rounds(tmp_path):
     report = json.loads(out)
     assert report["n_rounds"] >= 1
     assert report == json.loads((tmp_path / "latency.json").read_text())
-    assert f"interrupted after {report['n_rounds']} of 100000 rounds, which are shown" in errors
+    assert f"interrupted after {report['n_rounds']} of 100000 rounds, which " in errors

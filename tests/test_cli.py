@@ -47,6 +47,15 @@ def test_eval_prints_tables(model_folder):
     assert result.exit_code == 0, result.stderr
     assert "loops used, mean" in result.stdout
     assert "4.0" in result.stdout
+    assert "against all" not in result.stdout  # 30 loops are shown, and 4 were made
+
+
+def test_eval_says_how_far_the_exit_moves_the_error(model_folder, tmp_path):
+    result = run("eval", model_folder, "--prompts", 3, "--no-baselines", "--no-settling", "--tol", 0.3, "--out", tmp_path)
+    score = json.loads((tmp_path / "evaluation.json").read_text())["predictors"]["looped"]
+    change = score["error_by_examples"]["mean"][-1] / score["error_by_loops"]["mean"][29] - 1
+    assert change != 0
+    assert f"({change:+.1%} against all 30 loops)" in result.stdout
 
 
 def test_a_changed_checkpoint_gives_a_changed_result(model_folder):

@@ -1,5 +1,6 @@
 """The engine's kernels one by one against NumPy in float64, at odd sizes, on every instruction set of this machine."""
 
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +38,10 @@ def gelu_tanh(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
+
+
 def relu(x):
     return np.maximum(x, 0)
 
@@ -51,7 +56,7 @@ def test_product(n_in, n_out, dtype):
     for n_rows in SIZES:
         a, out = kernels.matrix(draw(n_rows, n_in, dtype=dtype)), empty(n_rows, n_out, dtype)
         linear = a.array.astype(np.float64) @ w.astype(np.float64).T + bias
-        for name, function in (("none", lambda x: x), ("relu", relu), ("gelu_tanh", gelu_tanh)):
+        for name, function in (("none", lambda x: x), ("relu", relu), ("gelu_tanh", gelu_tanh), ("gelu", gelu)):
             out.array[:] = np.nan
             kernels.product(a, packed, out, activation=name)
             assert_close(out.array, function(linear), dtype, n_in)
@@ -89,7 +94,7 @@ def attention(qkv, n_heads, is_causal):
     return ((weights / weights.sum(-1, keepdims=True)) @ v).transpose(1, 0, 2).reshape(T, -1)
 
 
-def run_attention(qkv, n_heads, first=0, is_causal=True):
+def run_attention(qkv, n_heads, first=0, is_causal=True, end=None):
     n_tokens, width = qkv.shape[0], qkv.shape[1] // 3
     rows, panel = kernels.tile(double=qkv.dtype == np.float64)
     n_keys = -(-n_tokens // panel) * panel
@@ -102,6 +107,7 @@ def run_attention(qkv, n_heads, first=0, is_causal=True):
         n_heads,
         first=first,
         is_causal=is_causal,
+        end=end,
     )
     return out.array
 
@@ -118,6 +124,11 @@ def test_attend(n_tokens, is_causal, dtype):
             got = run_attention(qkv, n_heads, first, is_causal)
             assert np.isnan(got[:first]).all()
             assert_close(got[first:], want[first:], dtype, head_dim * n_tokens)
+            for end in {first, (first + n_tokens) // 2, n_tokens}:  # a share of a team: seen whole, written up to its end
+                share = run_attention(qkv, n_heads, first, is_causal, end)
+                np.testing.assert_array_equal(share[first:end], got[first:end])
+                assert np.isnan(share[:first]).all()
+                assert np.isnan(share[end:]).all()
 
 
 @both
@@ -202,6 +213,9 @@ def test_wrong_shapes_are_refused():
         kernels.product(empty(3, 6, f), w, empty(3, 4, f), activation="tanh")
     with pytest.raises(ValueError, match="keys must be"):
         kernels.attend(empty(3, 12, f), empty(3, 4, f), empty(1, 1, f), empty(1, 1, f), 2)
+    for end in (0, 4):
+        with pytest.raises(ValueError, match=rf"end must lie in first .. 3, got {end}"):
+            kernels.attend(empty(3, 12, f), empty(3, 4, f), empty(1, 1, f), empty(1, 1, f), 2, first=1, end=end)
     with pytest.raises(ValueError, match="must divide by n_heads"):
         kernels.attend(empty(3, 12, f), empty(3, 4, f), empty(1, 1, f), empty(1, 1, f), 3)
     with pytest.raises(ValueError, match="gain must be C-contiguous float32"):
@@ -210,6 +224,17 @@ def test_wrong_shapes_are_refused():
         kernels.inject("sub", a, a, None, a)
     with pytest.raises(TypeError):
         kernels.normalize(a, empty(3, 5, np.float64), 1e-5)
+
+
+def test_the_peak_of_more_threads_than_cores_is_that_of_the_cores():
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    alone = max(_engine.fma_peak(1, 0.1) for _ in range(3))
+    assert 0 < _engine.fma_peak(6 * cores, 0.2) < 1.5 * cores * alone
+    for seconds in (float("inf"), float("nan"), 0.0, -1.0, 61.0):
+        with pytest.raises(ValueError, match="seconds must lie above 0 and be at most 60"):
+            _engine.fma_peak(1, seconds)
+    with pytest.raises(ValueError, match="n_threads must be at least 1"):
+        _engine.fma_peak(0)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "neon"])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,27 @@ def test_a_wrong_output_ends_the_bench(peers):
     for wrong in (good + 1e-4, good * np.nan, good[:, :2], good[:4]):
         with pytest.raises(SystemExit, match="nothing is reported"):
             peers.compare("x", wrong, 5, compared, want)
+
+
+@pytest.mark.parametrize("best", ["first", "second", "first in parts of 64", "second in parts of 64"])
+def test_the_fastest_of_all_settings_and_both_sizes_enters(peers, monkeypatch, best):
+    def settings(model, x, n_loops, n_threads):
+        suffix = "" if len(x) == 128 else " in parts of 64"
+
+        def call_of(name):
+            def call(x):
+                time.sleep(0 if name + suffix == best else 0.02)
+                return np.ones((len(x), 3))
+
+            return call
+
+        return {name: call_of(name) for name in ("first", "second")}
+
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, "fake", settings)
+    seen = []
+    entry = peers.fastest("fake", "x", None, torch.zeros(128, 7, 2), 1, torch.tensor([0, 1]), np.ones((2, 3)), seen.append)
+    assert entry.setting == best
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])

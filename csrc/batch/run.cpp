@@ -3,19 +3,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <limits>
 #include <mutex>
-#include <numeric>
 #include <optional>
 #include <thread>
 
 namespace looped::batch {
 namespace {
-
-constexpr auto wake_up_time = std::chrono::milliseconds(20);
 
 // A prompt, and how many threads work on it.
 struct Item {
@@ -56,7 +52,7 @@ public:
     }
     void wait() {
         std::unique_lock lock(mutex_);
-        while (!all_left_.wait_for(lock, wake_up_time, [&] { return n_running_ == 0; })) {
+        while (!all_left_.wait_for(lock, block::StopRequest::period, [&] { return n_running_ == 0; })) {
             lock.unlock();
             stop.look();
             lock.lock();
@@ -115,7 +111,7 @@ void work(const MakeWorker& make_worker, Progress& progress) {
 constexpr double fewest_operations = 2e5;
 constexpr size_t fewest_rows = 4;
 
-size_t most_members(size_t n_tokens, double operations_per_token) {
+size_t members_worth_waking(size_t n_tokens, double operations_per_token) {
     const double by_work = double(n_tokens) * operations_per_token / fewest_operations;
     return std::max<size_t>(1, std::min(size_t(by_work), n_tokens / fewest_rows));
 }
@@ -127,7 +123,7 @@ std::vector<Item> queue_of(std::span<const std::int64_t> lengths, size_t n_threa
     std::ranges::stable_sort(queue, std::ranges::greater{}, [&](const Item& item) { return lengths[item.prompt]; });
     for (size_t i = 0; i < queue.size() && queue.size() < n_threads; ++i) {
         const size_t n_members = n_threads / queue.size() + (i < n_threads % queue.size());
-        queue[i].n_members = std::min(n_members, most_members(size_t(lengths[queue[i].prompt]), operations_per_token));
+        queue[i].n_members = std::min(n_members, members_worth_waking(size_t(lengths[queue[i].prompt]), operations_per_token));
     }
     return queue;
 }

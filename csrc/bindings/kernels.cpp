@@ -85,19 +85,22 @@ void product(const Buffer<T>& a, const block::PackedMatrix<T>& w, const Buffer<T
 
 template <class T>
 void attend(const Buffer<T>& qkv, const Buffer<T>& out, const Buffer<T>& keys, const Buffer<T>& scores, size_t n_heads, size_t first,
-            bool is_causal) {
+            bool is_causal, std::optional<size_t> end) {
     const block::Kernels<T>& kernels = simd::kernels<T>();
     const size_t n_tokens = qkv.n_rows, width = out.matrix.width,
                  n_keys = (n_tokens + kernels.panel - 1) / kernels.panel * kernels.panel;
     if (!n_heads || width % n_heads) refuse("kernels.attend: the width of out must divide by n_heads");
     if (first > n_tokens) refuse("kernels.attend: first must lie in 0 .. " + std::to_string(n_tokens));
+    if (end && (*end < first || *end > n_tokens)) {
+        refuse("kernels.attend: end must lie in first .. " + std::to_string(n_tokens) + ", got " + std::to_string(*end));
+    }
     check_shape("kernels.attend: qkv", qkv, n_tokens, 3 * width);
     check_shape("kernels.attend: out", out, n_tokens, width);
     check_shape("kernels.attend: keys", keys, width / n_heads, n_keys);
     check_shape("kernels.attend: scores", scores, kernels.tile_rows, n_keys);
     kernels.attend({.qkv = qkv.rows(),
                     .first = first,
-                    .end = n_tokens,
+                    .end = end.value_or(n_tokens),
                     .n_heads = n_heads,
                     .head_dim = width / n_heads,
                     .is_causal = is_causal,
@@ -160,7 +163,7 @@ void add_kernels_of(py::module_& module, const std::string& suffix) {
     module.def("product", &product<T>, py::arg("a"), py::arg("w"), py::arg("out"), py::arg("activation") = "none",
                py::arg("adds_to_out") = false);
     module.def("attend", &attend<T>, py::arg("qkv"), py::arg("out"), py::arg("keys"), py::arg("scores"), py::arg("n_heads"),
-               py::arg("first") = 0, py::arg("is_causal") = true);
+               py::arg("first") = 0, py::arg("is_causal") = true, py::arg("end") = py::none());
     module.def("normalize", &normalize<T>, py::arg("x"), py::arg("out"), py::arg("eps"), py::arg("gain") = py::none(),
                py::arg("shift") = py::none(), py::arg("norm") = "layernorm");
     module.def("inject", &inject<T>, py::arg("how"), py::arg("state"), py::arg("signal"), py::arg("positions"), py::arg("out"));

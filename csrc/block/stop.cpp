@@ -2,8 +2,6 @@
 
 namespace looped::block {
 
-constexpr auto period = std::chrono::milliseconds(50);
-
 StopRequest::StopRequest(std::function<bool()> keeps_going) : keeps_going_(std::move(keeps_going)), due_(Clock::now() + period) {
     std::fegetenv(&float_mode_);
 }

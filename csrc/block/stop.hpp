@@ -14,7 +14,9 @@ namespace looped::block {
 // result away.
 class StopRequest {
 public:
-    // keeps_going() is asked about every 50 ms, on the thread that makes this object, while it looks. False is a request to stop, and
+    static constexpr auto period = std::chrono::milliseconds(50);
+
+    // keeps_going() is asked about once a period, on the thread that makes this object, while it looks. False is a request to stop, and
     // so is an exception, which error() keeps.
     explicit StopRequest(std::function<bool()> keeps_going = {});
 

@@ -41,7 +41,8 @@ def isa() -> str: ...
 def fingerprint(pieces: Sequence[tuple[int, int]]) -> int:
     """A number that tells whether the memory of any piece, (address, bytes), has changed."""
 
-def fma_peak(n_threads: int = 1, seconds: float = 0.1, double: bool = False) -> float: ...
+def fma_peak(n_threads: int = 1, seconds: float = 0.1, double: bool = False) -> float:
+    """GFLOP/s of all threads together, over the time from their common start to the end of the last. seconds: at most 60."""
 
 class kernels:  # noqa: N801  a module
     """The kernels of this processor one by one, for tests and benchmarks (csrc/bindings/kernels.cpp).
@@ -87,9 +88,18 @@ class kernels:  # noqa: N801  a module
 
     @staticmethod
     def attend(
-        qkv: Matrix32, out: Matrix32, keys: Matrix32, scores: Matrix32, n_heads: int, first: int = 0, is_causal: bool = True
+        qkv: Matrix32,
+        out: Matrix32,
+        keys: Matrix32,
+        scores: Matrix32,
+        n_heads: int,
+        first: int = 0,
+        is_causal: bool = True,
+        end: int | None = None,
     ) -> None:
-        """Attention of the tokens from `first` on: out [T, H head_dim] of qkv [T, 3 H head_dim], softmax to the base 2.
+        """Attention of the tokens `first` .. `end` - 1, by default of all from `first` on.
+
+        out [T, H head_dim] of qkv [T, 3 H head_dim], softmax to the base 2.
 
         The scores are q k', not scaled. Scratch: keys [head_dim, n_keys] and scores [tile rows, n_keys], with n_keys = T
         rounded up to whole panels.

@@ -28,7 +28,7 @@ def environment() -> dict[str, dict[str, Any]]:
             versions[package] = "not installed"
     devices: dict[str, Any] = {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": n_cores(),
         "threads": torch.get_num_threads(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
     }
@@ -38,6 +38,11 @@ def environment() -> dict[str, dict[str, Any]]:
         devices["cuda"] = "none: " + ("this torch is built without CUDA" if torch.version.cuda is None else "no device found")
     backends = {"cpu": cpu.describe(), "triton": triton.describe(), "eager": "works on CPU and CUDA tensors"}
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
+
+
+def n_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

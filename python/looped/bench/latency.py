@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from looped.accelerate import Anderson
 from looped.backends import cpu
 from looped.bench.rounds import Way, interleaved, spread
 from looped.bench.shapes import operations
@@ -92,7 +93,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is to be measured: every combination. An exit of None is all loops."""
+    """What is to be measured: every combination. An exit of None is all loops; on_stall and accelerate go with the others."""
 
     loops: Sequence[int]
     batch_sizes: Sequence[int] = (1, 64)
@@ -100,6 +101,7 @@ class Sweep:
     threads: Sequence[int] = (1,)
     exits: Sequence[ExitRule | None] = (None,)
     on_stall: str = "exit"
+    accelerate: Anderson | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("loops", 0), ("batch_sizes", 1), ("threads", 1)):
@@ -108,6 +110,10 @@ class Sweep:
                 raise ValueError(f"Sweep: {name}={list(values)} must be integers of at least {least}, and one or more")
         if not self.backends or not self.exits:
             raise ValueError("Sweep: at least one backend and one exit are needed")
+
+    def help_of(self, rule: ExitRule | None) -> dict[str, Any]:
+        """What `solve` takes beside an exit rule."""
+        return {} if rule is None else dict(on_stall=self.on_stall, accelerate=self.accelerate)
 
 
 def measure(
@@ -137,7 +143,7 @@ def measure(
     ways: dict[str, Way] = {}
     for i, (backend, threads, batch, rule, n_loops) in enumerate(keys):
         options: dict[str, Any] = dict(n_loops=n_loops, exit=rule, backend=backend)
-        options |= dict(on_stall=sweep.on_stall) if rule is not None else {}
+        options |= sweep.help_of(rule)
         if model.config.state_init == "given":
             options["state"] = torch.zeros(batch, n_tokens, model.config.d_model)
         ways[str(i)] = Way(_call(loops_used, i, model, prompts[batch], options), _setter(threads))
@@ -194,7 +200,8 @@ def _setter(threads: int) -> Callable[[], None]:
 
 def _label(key: Key) -> str:
     backend, threads, batch, rule, n_loops = key
-    return f"{backend}, {threads} thread{'s' * (threads > 1)}, B {batch}, {n_loops} loops, exit {_exit_name(rule)}"
+    sizes = f"{threads} thread{'s' * (threads != 1)}, B {batch}, {n_loops} loop{'s' * (n_loops != 1)}"
+    return f"{backend}, {sizes}, exit {_exit_name(rule)}"
 
 
 def _exit_name(rule: ExitRule | None) -> str:
@@ -211,8 +218,7 @@ def _errors(
     pairs = next(batches(task, N_SCORED, (n_tokens + 1) // 2, seed, N_SCORED))
     errors: dict[tuple[ExitRule | None, int], float | None] = {}
     for rule, n_loops in keys:
-        stall = "ignore" if rule is None else sweep.on_stall
-        result = solve(model, interleave(pairs.xs, pairs.ys), n_loops=n_loops, exit=rule, on_stall=stall)
+        result = solve(model, interleave(pairs.xs, pairs.ys), n_loops=n_loops, exit=rule, **sweep.help_of(rule))
         assert isinstance(result.prediction, Tensor)
         wrong = result.prediction[:, -1] - pairs.ys[:, -1]
         errors[rule, n_loops] = wrong.double().square().mean().item() / task.error_scale

@@ -10,25 +10,44 @@ from rich.table import Table
 
 COLORS = {"cpu": "#0b5cad", "eager": "#d1495b"}
 MARKERS = "os^Dvx+*"
+LEAST_NEEDED = ("ms a loop", "GFLOP/s", "of peak")  # columns that a narrow terminal does without, the first one first
 
 
-def latency_table(latency: Mapping[str, Any]) -> Table:
-    """One line per way: time with its spread, speed, and the task's error where there is one."""
-    peaks = ", ".join(f"{peak:.0f} GFLOP/s on {threads}" for threads, peak in latency["fma_peak_gflops"].items())
-    title = f"{latency['model']}, {latency['n_tokens']} tokens, {latency['n_rounds']} rounds"
-    table = Table(title=title + (f"; FMA peak by threads: {peaks}" if peaks else ""), title_justify="left")
-    for name in ("backend", "exit"):
-        table.add_column(name, no_wrap=True)
-    numbers = ["threads", "B", "loops", "used", "ms", "p10 - p90", "ms a loop", "GFLOP/s", "of peak"]
-    has_error = any(row["error"] is not None for row in latency["rows"])
-    for name in numbers + ["error"] * has_error:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in latency["rows"]:
-        cells = [str(row["threads"]), str(row["batch"]), str(row["n_loops"]), f"{row['mean_loops']:.1f}", _ms(row["ms"])]
-        cells += [f"{_ms(row['ms_p10'])} - {_ms(row['ms_p90'])}", _ms(row["ms_per_loop"]), f"{row['gflops']:.1f}"]
-        cells += ["-" if row["peak_fraction"] is None else f"{row['peak_fraction']:.0%}"]
-        cells += [f"{row['error']:.4f}"] if has_error else []
-        table.add_row(row["backend"], row["exit"], *cells)
+def latency_table(latency: Mapping[str, Any], width: int | None = None) -> Table:
+    """One line per way: time with its spread, speed, and the task's error where there is one.
+
+    width: of the terminal. Where the table does not fit, it goes without the columns of `LEAST_NEEDED`.
+    """
+    rows, all_threads = latency["rows"], sorted({row["threads"] for row in latency["rows"]})
+    title = f"{latency['model']}, {_tokens(latency)}, {_rounds(latency)}"
+    peaks = latency["fma_peak_gflops"]
+    if len(all_threads) == 1:
+        title += f", {_threads(all_threads[0])}" + "".join(f"; FMA peak {peak:.0f} GFLOP/s" for peak in peaks.values())
+    elif peaks:
+        shown = ", ".join(f"{peak:.0f} GFLOP/s on {threads}" for threads, peak in peaks.items())
+        title += f"; FMA peak by threads: {shown}"
+    columns: dict[str, list[str]] = {name: [row[name] for row in rows] for name in ("backend", "exit")}
+    if len(all_threads) > 1:
+        columns["threads"] = [str(row["threads"]) for row in rows]
+    columns["B"] = [str(row["batch"]) for row in rows]
+    columns["loops"] = [str(row["n_loops"]) for row in rows]
+    columns["used"] = [f"{row['mean_loops']:.1f}" for row in rows]
+    columns["ms"] = [_ms(row["ms"]) for row in rows]
+    columns["p10 - p90"] = [f"{_ms(row['ms_p10'])} - {_ms(row['ms_p90'])}" for row in rows]
+    columns["ms a loop"] = [_ms(row["ms_per_loop"]) for row in rows]
+    columns["GFLOP/s"] = [f"{row['gflops']:.1f}" for row in rows]
+    columns["of peak"] = ["-" if row["peak_fraction"] is None else f"{row['peak_fraction']:.0%}" for row in rows]
+    if any(row["error"] is not None for row in rows):
+        columns["error"] = [f"{row['error']:.2g}" for row in rows]
+    for name in LEAST_NEEDED:
+        if width is None or sum(max(map(len, [head, *cells])) + 3 for head, cells in columns.items()) + 1 <= width:
+            break
+        del columns[name]
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("backend", "exit") else "right", no_wrap=True)
+    for row_cells in zip(*columns.values(), strict=True):
+        table.add_row(*row_cells)
     return table
 
 
@@ -36,18 +55,32 @@ def _ms(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def _threads(n: int) -> str:
+    return f"{n} thread{'s' * (n != 1)}"
+
+
+def _tokens(latency: Mapping[str, Any]) -> str:
+    n = latency["n_tokens"]
+    return f"{n} token{'s' * (n != 1)}"
+
+
+def _rounds(latency: Mapping[str, Any]) -> str:
+    n = latency["n_rounds"]
+    return f"{n} round{'s' * (n != 1)}"
+
+
 def plot_latency(latency: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Milliseconds against loops, a line per backend (and threads, batch, exit); beside it error against milliseconds.
 
-    The format follows the name (png, pdf, svg). Bands are the 10 to 90 % quantiles of the rounds.
+    The color is the backend; lines are whole and markers filled without an exit, dashed and hollow with one. The format follows
+    the name (png, pdf, svg). Bands are the 10 to 90 % quantiles of the rounds.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     rows = latency["rows"]
     has_error = any(row["error"] is not None for row in rows)
-    figure = Figure(figsize=(11 if has_error else 6.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(12 if has_error else 6.5, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 1 + has_error, squeeze=False)[0]
     lines: dict[tuple[Any, ...], list[Any]] = {}
@@ -57,26 +90,57 @@ def plot_latency(latency: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     settings = sorted({key[1:3] for key in lines})
     for (backend, threads, batch, exit), line in lines.items():
         line = sorted(line, key=lambda row: row["n_loops"])
-        parts = [backend, f"{threads} thread{'s' * (threads > 1)}", f"B {batch}", f"exit {exit}"]
+        parts = [backend, _threads(threads), f"B {batch}", f"exit {exit}"]
+        color = COLORS.get(backend, "#444444")
         style: dict[str, Any] = dict(
-            color=COLORS.get(backend, "#444444"),
+            color=color,
             marker=MARKERS[settings.index((threads, batch)) % len(MARKERS)],
+            markerfacecolor=color if exit == "off" else "white",
             linestyle="-" if exit == "off" else "--",
-            markersize=4,
+            markersize=5,
             label=", ".join(part for i, part in enumerate(parts) if i == 0 or i in varied),
         )
-        ms = [row["ms"] for row in line]
-        panels[0].plot([row["n_loops"] for row in line], ms, **style)
+        loops, ms = [row["n_loops"] for row in line], [row["ms"] for row in line]
+        panels[0].plot(loops, ms, **style)
         bands = [[row[name] for row in line] for name in ("ms_p10", "ms_p90")]
-        panels[0].fill_between([row["n_loops"] for row in line], *bands, color=style["color"], alpha=0.18, linewidth=0)
+        panels[0].fill_between(loops, *bands, color=color, alpha=0.18, linewidth=0)
         if has_error:
             panels[1].plot(ms, [row["error"] for row in line], **style)
-    panels[0].set(xlabel="loops, at most", ylabel="milliseconds", yscale="log")
+            above = exit == "off"  # so that the two lines of a backend, close together, do not write over each other
+            for row in line:
+                panels[1].annotate(
+                    str(row["n_loops"]),
+                    (row["ms"], row["error"]),
+                    xytext=(0, 5 if above else -5),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom" if above else "top",
+                    fontsize=7,
+                    color=color,
+                )
+    measured = sorted({row["n_loops"] for row in rows})
+    panels[0].set_xscale("symlog" if measured[0] == 0 else "log", **({"linthresh": 1} if measured[0] == 0 else {}))
+    panels[0].set_xticks(ticks := _apart(measured), [str(tick) for tick in ticks])
+    panels[0].set_xticks([], minor=True)
+    panels[0].set(xlabel="loops, at most", ylabel="milliseconds of a call", yscale="log")
     panels[0].set_title("latency by loops")
-    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=4 if has_error else 2)
     if has_error:
-        panels[1].set(xlabel="milliseconds", ylabel="squared error / variance of y", xscale="log", yscale="log")
-        panels[1].set_title(f"error by latency, {latency['task'].replace('_', ' ')}")
-    figure.suptitle(f"{latency['model']}, {latency['n_tokens']} tokens")
+        panels[1].set(xlabel="milliseconds of a call", ylabel="squared error / variance of y", xscale="log", yscale="log")
+        panels[1].set_title(f"error by latency, {latency['task'].replace('_', ' ')}; numbers are loops, at most")
+    same = [_threads(settings[0][0])] if 1 not in varied else []
+    same += [f"B {settings[0][1]}"] if 2 not in varied else []
+    about = ", ".join([latency["model"], _tokens(latency), *same])
+    spread = "" if latency["n_rounds"] == 1 else f"medians of {_rounds(latency)}, bands from their 10 to their 90 % quantile"
+    figure.suptitle(f"{about}\n{spread or _rounds(latency)}", fontsize=11)
     figure.savefig(path, dpi=110)
+
+
+def _apart(loops: list[int]) -> list[int]:
+    """Those of sorted loop counts that have room as ticks of a logarithmic axis; the last always."""
+    room = (1 + loops[-1]) / (1 + loops[0])
+    kept = [loops[-1]]
+    for loop in reversed(loops[:-1]):
+        if (1 + kept[-1]) / (1 + loop) > room**0.05:
+            kept.append(loop)
+    return kept[::-1]

@@ -40,7 +40,9 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     )
     table.add_row("loops used, mean", f"{looped['mean_loops']:.1f}")
     table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
-    table.add_row("last error, with the exit", _number(error))
+    n, last = len(by_loops), by_loops[-1]
+    change = f" ({error / last - 1:+.1%} against all {n} loops)" if last and rule["n_loops"] == n else ""
+    table.add_row("last error, with the exit", _number(error) + change)
     table.add_row(f"... at the trained {trained} loops", _number(by_loops[trained - 1]))
     ratio = f" ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)" if by_loops[-1] and by_loops[trained - 1] else ""
     table.add_row(f"... at {len(by_loops)} loops", _number(by_loops[-1]) + ratio)
