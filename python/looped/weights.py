@@ -19,9 +19,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _look(
-    module: nn.Module, prefix: str, found: dict[str, Tensor]
-) -> None:  # a closure would keep the weights until a collection
+def _look(module: nn.Module, prefix: str, found: dict[str, Tensor]) -> None:
+    # Not a closure of weights_of: one that calls itself is a cycle, which would hold the weights until the collector comes.
     for name, parameter in module._parameters.items():
         if parameter is not None:
             found[prefix + name] = parameter
