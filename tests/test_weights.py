@@ -1,5 +1,7 @@
 """A changed weight is noticed, whatever way it was changed: by the packed copies, and by a state that is resumed."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -103,8 +105,9 @@ def test_the_dtype_may_change():
         assert looped.solve(model.to(dtype), x, backend="cpu").y.dtype == dtype
 
 
-@needs_engine
-def test_weights_are_packed_once_and_go_with_their_model(monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """One entry for each time that weights are packed."""
     made = []
     engine = cpu._engine.Engine
 
@@ -114,6 +117,51 @@ def test_weights_are_packed_once_and_go_with_their_model(monkeypatch):
             return engine(*arguments)
 
     monkeypatch.setattr(cpu._engine, "Engine", Counted)
+    return made
+
+
+@needs_engine
+def test_models_that_share_their_first_weight_are_packed_once_each(made):
+    model, x = icl_model(std=0.1), prompts()
+    others = [icl_model(std=0.1, seed=seed) for seed in (1, 2)]
+    for other in others:
+        other.read_in.weight = model.read_in.weight
+    for _ in range(3):
+        for one in (model, *others):
+            want = looped.solve(one, x, backend="eager").y
+            torch.testing.assert_close(looped.solve(one, x, backend="cpu").y, want)
+    assert len(made) == 3
+    for n in range(3):  # old selves are not kept
+        in_place(others[0])
+        looped.solve(others[0], x, backend="cpu")
+        looped.solve(model, x, backend="cpu")
+        assert len(made) == 4 + n
+        assert len(cpu._packed[model.read_in.weight]) == 3
+
+
+@needs_engine
+def test_a_model_in_another_dtype_is_packed_once(made):
+    n_before, n_copies = len(cpu._packed), len(cpu._converted)
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    want = looped.solve(copy.deepcopy(model).double(), x, backend="cpu").y
+    made.clear()
+    for _ in range(3):
+        assert torch.equal(looped.solve(model, x, dtype=torch.float64, backend="cpu").y, want)
+        looped.solve(model, x, backend="cpu")
+    assert len(made) == 2
+    for n in range(3):
+        in_place(model)
+        got = looped.solve(model, x, dtype=torch.float64, backend="cpu").y
+        torch.testing.assert_close(got, looped.solve(model, x, dtype=torch.float64, backend="eager").y)
+        assert len(made) == 3 + n
+        assert len(cpu._packed[model.read_in.weight]) == 2
+    del model
+    assert len(cpu._packed) <= n_before
+    assert len(cpu._converted) <= n_copies
+
+
+@needs_engine
+def test_weights_are_packed_once_and_go_with_their_model(made):
     n_before = len(cpu._packed)
     model, other, x = icl_model(std=0.1), icl_model(std=0.2), prompts()
     for _ in range(3):

@@ -222,7 +222,11 @@ def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTran
     own = next(model.parameters()).dtype
     if (dtype or own) not in PRECISION_OF:
         raise ValueError(f"solve: dtype={dtype or own} is not one of {', '.join(map(str, PRECISION_OF))}")
-    return model if dtype in (None, own) else copy.deepcopy(model).to(dtype)
+    if dtype in (None, own):
+        return model
+    converted = copy.deepcopy(model).to(dtype)
+    cpu.stands_for(converted, model)
+    return converted
 
 
 @dataclasses.dataclass

@@ -32,7 +32,10 @@ except ImportError as error:  # built without a C++ compiler, or for another Pyt
 
 DTYPES = (torch.float32, torch.float64)
 
-_packed: Any = WeakTensorKeyDictionary()  # the first weight: (what it was packed from, the engine); goes with that weight
+KEPT = 4  # packed copies under one first weight
+
+_packed: Any = WeakTensorKeyDictionary()  # the first weight: {slot: (key, the engine, checksum)}; goes with that weight
+_converted: Any = WeakTensorKeyDictionary()  # the first weight of a copy: that of its model, and where the model's weights are
 _lock = threading.Lock()
 
 
@@ -140,20 +143,34 @@ def _memory_of(state: LoopState, spec: LoopSpec) -> dict[str, np.ndarray]:
     return {name: tensor.contiguous().numpy() for name, tensor in kept.items()}
 
 
+def stands_for(copy: LoopedTransformer, model: LoopedTransformer) -> None:
+    """Let the packed weights of this copy, in another dtype, be kept for as long as the model lives."""
+    weights = list(weights_of(model).values())
+    _converted[next(iter(weights_of(copy).values()))] = (weights[0], tuple(weight.data_ptr() for weight in weights))
+
+
 def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, int]:
     """The engine of these weights and their checksum. Packed once, and again when any weight has changed in any way: the
-    checksum sees what versions do not, such as edits through `.data`.
+    fingerprint sees what versions do not, such as edits through `.data`.
+
+    A changed model takes the place of its old self; some others that share the first weight, or dtypes, are kept beside it.
     """
     first = next(iter(weights.values()))
     tensors = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights.values()]
     bits = _engine.fingerprint([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
     key = (config, tuple(weights), tuple((tensor.dtype, tensor.shape) for tensor in tensors), bits)
     with _lock:
-        known = _packed.get(first)
-        if known is None or known[0] != key:
+        owner, places = _converted.get(first) or (first, tuple(weight.data_ptr() for weight in weights.values()))
+        slot = (config, first.dtype, places)
+        kept = _packed.setdefault(owner, {})
+        known = next((entry for entry in kept.values() if entry[0] == key), None)
+        if known is None:
             arrays = {name: np.require(weight.detach().numpy(), requirements=["C", "A"]) for name, weight in weights.items()}
             known = (key, _engine.Engine(config.to_dict(), arrays), checksum(weights.values()))
-            _packed[first] = known
+            kept.pop(slot, None)
+            kept[slot] = known
+            if len(kept) > KEPT:
+                del kept[next(iter(kept))]
         return known[1:]
 
 
