@@ -416,3 +416,29 @@ def test_an_interrupt_of_a_short_call_keeps_its_result():
         signal.signal(signal.SIGALRM, before)
     assert result.interrupted
     assert torch.equal(looped.solve(model, x, n_loops=300, state=result.state).y, want.y)
+
+
+def test_what_progress_raises_comes_out_of_solve_iter_as_it_is():
+    class OwnError(ValueError):
+        def __init__(self, code, detail):
+            super().__init__(code, detail)
+
+    def progress(n_finished, n_prompts):
+        raise OwnError(42, "mine")
+
+    with pytest.raises(OwnError) as caught:
+        list(looped.solve_iter(icl_model(), list(prompts(3)), n_loops=2, progress=progress))
+    assert caught.value.args == (42, "mine")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or cpu._engine is None, reason="forks, on the C++ engine")
+def test_a_child_is_not_held_up_by_a_lock_that_another_thread_of_its_parent_had():
+    model, x = icl_model(), prompts(2)
+    looped.solve(model, x, n_loops=2, backend="cpu")
+    with cpu._lock:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            looped.solve(model, x, n_loops=2, backend="cpu")
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,6 +1,7 @@
 """`LoopedTransformer` against transformers' GPT-2, and its configuration."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -346,3 +347,12 @@ def test_solve_iter_is_solve_in_order_with_bounded_memory():
             looped.solve_iter(model, prompts, **options)
     with pytest.raises(ValueError, match="counted from 10"):
         list(looped.solve_iter(model, [*prompts[:12], torch.zeros(3, 99)], batch_size=10))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu", "silu_gated"])
+def test_a_model_can_be_pickled(activation):
+    model, x = icl_model(activation=activation), torch.randn(2, 9, 3, dtype=torch.float64)
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+    assert again.why_not_as_configured() is None

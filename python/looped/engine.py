@@ -141,9 +141,9 @@ def solve_iter(
         of_all = None if on_progress is None else lambda n_finished: on_progress(n_done + n_finished)
         try:
             batch = _Batch.of(model, prompts, None, None)
-            result = _run(model, batch, spec, None, backend, of_all)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{error} (prompts of this batch are counted from {n_done})") from error
+        result = _run(model, batch, spec, None, backend, of_all)
         if result.interrupted:
             raise Interrupted(result, n_done)
         for i in range(len(result)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,13 @@ from looped.weights import modules_of, weights_of
 # Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
 FUSED: dict[str, tuple[torch.dtype, ...]] = {}
 
-ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "relu": F.relu}
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): GPT-2's form (Hendrycks and Gimpel, 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu_tanh": gelu_tanh, "gelu": F.gelu, "relu": F.relu}
 
 
 def norm_layer(config: LoopedConfig) -> nn.Module:

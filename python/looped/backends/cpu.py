@@ -143,6 +143,16 @@ def _memory_of(state: LoopState, spec: LoopSpec) -> dict[str, np.ndarray]:
     return {name: tensor.contiguous().numpy() for name, tensor in kept.items()}
 
 
+def _after_fork() -> None:
+    """A child has a lock of its own: a thread of the parent that held the old one does not live in it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def stands_for(copy: LoopedTransformer, model: LoopedTransformer) -> None:
     """Let the packed weights of this copy, in another dtype, be kept for as long as the model lives."""
     weights = list(weights_of(model).values())
