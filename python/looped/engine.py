@@ -274,10 +274,15 @@ class _Batch:
     def sums(self) -> Tensor:
         """What tells a prompt from another, float64 [B]: its length, and a sum with a weight of its own for every number."""
         own = own_tokens(self.tokens.shape[1], self.lengths)
-        numbers = clear_padding(self.tokens.double(), own).flatten(1)
-        places = torch.arange(1, numbers.shape[1] + 1, dtype=torch.float64, device=numbers.device)
+        tokens = clear_padding(self.tokens.double() if self.tokens.dtype == torch.bfloat16 else self.tokens, own).flatten(1)
         n_tokens = self.tokens.shape[1] if self.lengths is None else self.lengths
-        return (numbers * (0.5 + (places * GOLDEN).frac())).sum(dim=1) + n_tokens
+        places = np.arange(1, tokens.shape[1] + 1)
+        weights = 0.5 + places * GOLDEN % 1
+        if tokens.device.type != "cpu":
+            return (tokens.double() * torch.from_numpy(weights).to(tokens.device)).sum(dim=1) + n_tokens
+        # NumPy's own thread: PyTorch's others would spin for a while after this, on the processors that the engine needs.
+        with np.errstate(invalid="ignore", over="ignore"):
+            return torch.from_numpy((tokens.numpy() * weights).sum(axis=1)) + n_tokens
 
     def check_ids(self, model: LoopedTransformer, own: Tensor | None) -> None:
         size = model.config.vocab_size or 0

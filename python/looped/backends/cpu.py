@@ -93,7 +93,7 @@ def run(
     if isinstance(state, LoopState):
         Y, memory = state.y, _memory_of(state, spec)
     else:
-        Y = clear_padding(model.initial_state(P, state), own_tokens(P.shape[1], lengths))
+        Y = clear_padding(first_state(model, P, state), own_tokens(P.shape[1], lengths))
     values, first = spec_values(spec, P.dtype), Y.detach().contiguous().numpy()
     out = engine.run(P.numpy(), first, own, values, memory, n_threads=n_threads, progress=on_progress)
     arrays = {name: torch.from_numpy(array) for name, array in out["memory"].items()}
@@ -119,6 +119,14 @@ def _read(engine: Any, y: Tensor, lengths: Tensor | None) -> Tensor:
     no_loops = spec_values(LoopSpec(0, Fixed()), y.dtype)
     out = engine.run(torch.zeros_like(y).numpy(), y.numpy(), own, no_loops, None, n_threads=thread_count(), progress=None)
     return torch.from_numpy(out["prediction"])
+
+
+def first_state(model: LoopedTransformer, P: Tensor, state: Tensor | None) -> Tensor:
+    """`model.initial_state`, made by NumPy where it can be: threads of PyTorch spin on, and the engine's would wait for them."""
+    kind = model.config.state_init
+    if kind not in ("zeros", "ones") or state is not None:
+        return model.initial_state(P, state)
+    return torch.from_numpy((np.zeros if kind == "zeros" else np.ones)(tuple(P.shape), P.numpy().dtype))
 
 
 def spec_values(spec: LoopSpec, dtype: torch.dtype) -> dict[str, Any]:
