@@ -122,7 +122,7 @@ def _read(engine: Any, y: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def first_state(model: LoopedTransformer, P: Tensor, state: Tensor | None) -> Tensor:
-    """`model.initial_state`, made by NumPy where it can be: threads of PyTorch spin on, and the engine's would wait for them."""
+    """`model.initial_state`, made by NumPy where it can be: PyTorch's threads would spin on beside the engine's."""
     kind = model.config.state_init
     if kind not in ("zeros", "ones") or state is not None:
         return model.initial_state(P, state)
