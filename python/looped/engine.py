@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -18,6 +19,7 @@ from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
 from looped.progress import OnProgress, reporter
+from looped.weights import first_weight
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
@@ -191,14 +193,14 @@ def _run(
         except KeyboardInterrupt:
             result = dataclasses.replace(result, interrupted=True)
     state_here = dataclasses.replace(result.state, prompt_sums=batch.sums())
-    return dataclasses.replace(batch.like_input(model, result), reason=reason, state=state_here)
+    return dataclasses.replace(result, **batch.like_input(model, result), reason=reason, state=state_here)
 
 
 def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Callable[..., LoopResult], str]:
     """The backend that runs this, and why that one. Raises ValueError where the one asked for cannot."""
     if backend == "eager":
         return eager.run, "asked for"
-    if backend == "triton" or (backend == "auto" and next(model.parameters()).device.type == "cuda"):
+    if backend == "triton" or (backend == "auto" and first_weight(model).device.type == "cuda"):
         obstacle = triton.why_not(model, spec)
         if obstacle is None:
             return triton.run, "asked for" if backend == "triton" else "the fastest that runs this model on a GPU"
@@ -219,7 +221,7 @@ def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Cal
 
 
 def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTransformer:
-    own = next(model.parameters()).dtype
+    own = first_weight(model).dtype
     if (dtype or own) not in PRECISION_OF:
         raise ValueError(f"solve: dtype={dtype or own} is not one of {', '.join(map(str, PRECISION_OF))}")
     if dtype in (None, own):
@@ -276,13 +278,13 @@ class _Batch:
         own = own_tokens(self.tokens.shape[1], self.lengths)
         tokens = clear_padding(self.tokens.double() if self.tokens.dtype == torch.bfloat16 else self.tokens, own).flatten(1)
         n_tokens = self.tokens.shape[1] if self.lengths is None else self.lengths
-        places = np.arange(1, tokens.shape[1] + 1)
-        weights = 0.5 + places * GOLDEN % 1
+        weights = _weights_of_places(tokens.shape[1])
         if tokens.device.type != "cpu":
             return (tokens.double() * torch.from_numpy(weights).to(tokens.device)).sum(dim=1) + n_tokens
         # NumPy's own thread: PyTorch's others would spin for a while after this, on the processors that the engine needs.
         with np.errstate(invalid="ignore", over="ignore"):
-            return torch.from_numpy((tokens.numpy() * weights).sum(axis=1)) + n_tokens
+            sums = (tokens.numpy() * weights).sum(axis=1)
+            return torch.from_numpy(sums + (n_tokens if isinstance(n_tokens, int) else n_tokens.numpy()))
 
     def check_ids(self, model: LoopedTransformer, own: Tensor | None) -> None:
         size = model.config.vocab_size or 0
@@ -312,12 +314,12 @@ class _Batch:
                     raise ValueError(
                         f"solve: state is of another prompt {int((~same).nonzero()[0])}; resume with the same ones"
                     )
-            if state.y.dtype != next(model.parameters()).dtype:
+            if state.y.dtype != first_weight(model).dtype:
                 raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
             if state.memory:
                 return state
             return state.y if model.config.state_init == "given" else None  # interrupted before its first loop
-        parameter = next(model.parameters())
+        parameter = first_weight(model)
         if not isinstance(state, (Tensor, np.ndarray)):
             states = [_from_array(y) for y in state]
             for i, (y, length) in enumerate(zip(states, self.own_lengths, strict=False)):
@@ -335,8 +337,8 @@ class _Batch:
         padded[:, :T] = state[:, :T]
         return padded.to(parameter)
 
-    def like_input(self, model: LoopedTransformer, result: LoopResult) -> LoopResult:
-        """The result as lists, or padded to as many tokens as the input."""
+    def like_input(self, model: LoopedTransformer, result: LoopResult) -> dict[str, Any]:
+        """The fields of a result that are lists, or padded to as many tokens as the input."""
         stride = model.config.prediction_stride
         fields: dict[str, Any] = {}
         for name, dim, per in (("y", 1, 1), ("prediction", 1, stride), ("predictions", 2, stride), ("n_loops_by_token", 1, 1)):
@@ -348,7 +350,14 @@ class _Batch:
                 fields[name] = [tensor[i].narrow(dim - 1, 0, size) for i, size in enumerate(sizes)]
             else:
                 fields[name] = _resize(tensor, dim, -(-self.n_tokens // per))
-        return dataclasses.replace(result, **fields)
+        return fields
+
+
+@functools.lru_cache(maxsize=4)
+def _weights_of_places(n: int) -> np.ndarray:
+    """n numbers in [0.5, 1.5), all of them different."""
+    weights: np.ndarray = 0.5 + np.arange(1, n + 1) * GOLDEN % 1
+    return weights
 
 
 def _resize(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -392,7 +401,7 @@ def _from_array(values: Any) -> Tensor:
 
 def _tensor(model: LoopedTransformer, prompt: Any, name: str) -> Tensor:
     """A prompt or a batch as a tensor on the model's device: float prompts in its dtype, token ids int64."""
-    parameter = next(model.parameters())
+    parameter = first_weight(model)
     tensor = _from_array(prompt)
     if model.config.input_kind == "tokens":
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
@@ -409,7 +418,7 @@ def _pad(model: LoopedTransformer, prompts: list[Tensor]) -> tuple[Tensor, list[
             raise ValueError(f"solve: prompt {i} must be {_shape(model, batched=False)}, got {list(prompt.shape)}")
     if prompts:
         return torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True), [len(prompt) for prompt in prompts]
-    config, parameter = model.config, next(model.parameters())
+    config, parameter = model.config, first_weight(model)
     if config.input_kind == "tokens":
         return torch.zeros(0, 1, dtype=torch.int64, device=parameter.device), []
     return parameter.new_zeros(0, 1, _width(model)), []

@@ -21,7 +21,7 @@ from looped.config import LoopedConfig
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, RULES, Fixed
 from looped.loop import LoopResult, LoopSpec, LoopState, Status, check_weights, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
-from looped.weights import checksum, weights_of
+from looped.weights import checksum, first_weight, weights_of
 
 _engine: Any = None
 _missing: str | None = None
@@ -41,7 +41,7 @@ _lock = threading.Lock()
 
 def why_not(model: LoopedTransformer, spec: LoopSpec | None = None) -> str | None:
     """Why this backend cannot run the model this way, and None where it can."""
-    return cannot_run(next(model.parameters()), spec) or model.why_not_as_configured()
+    return cannot_run(first_weight(model), spec) or model.why_not_as_configured()
 
 
 def is_there() -> bool:
@@ -97,12 +97,14 @@ def run(
     values, first = spec_values(spec, P.dtype), Y.detach().contiguous().numpy()
     out = engine.run(P.numpy(), first, own, values, memory, n_threads=n_threads, progress=on_progress)
     arrays = {name: torch.from_numpy(array) for name, array in out["memory"].items()}
-    y, finished = torch.from_numpy(out["y"]), torch.from_numpy(out["finished"])
+    y, status = torch.from_numpy(out["y"]), arrays["status"]
+    if out["interrupted"]:
+        status = torch.where(torch.from_numpy(out["finished"]), status, Status.INTERRUPTED)
     return LoopResult(
         y=y,
         prediction=torch.from_numpy(out["prediction"]),
         n_loops=arrays["t"],
-        status=torch.where(finished, arrays["status"], Status.INTERRUPTED),
+        status=status,
         residual=arrays["residual"],
         predictions=torch.from_numpy(out["predictions"]) if spec.return_predictions else None,
         n_loops_by_token=arrays.get("prefix.n_loops"),
