@@ -5,7 +5,7 @@
 Every shape is a looped in-context learner of width C with H heads on B prompts of T tokens, 20 loops, float32. The outputs of
 every implementation are held against eager PyTorch in float64 first. Then, in every round, each implementation runs once in
 turn, and the FMA peak of the same threads is measured beside them; figures are medians over the rounds. Of an implementation's
-settings (benches/peer_setups.py), each on batches whole and in parts of 64 prompts, the fastest in a trial enters the rounds;
+settings (benches/peer_setups.py), each on batches whole (up to 128 MB of activations) and in parts of 64 prompts, the fastest in a trial enters the rounds;
 eager enters with both allocator settings, and the better median counts. A shape whose round takes over a minute has three.
 
 GFLOP/s count 24 C^2 T + 2 T (T + 1) C operations a prompt-loop for every implementation; elementwise work is not counted.
@@ -46,6 +46,7 @@ N_LOOPS = 20
 SHAPES = "C256H8T82B1,C256H8T82B64,C256H8T82B512,C128H4T41B1,C128H4T41B64,C64H4T22B1,C64H4T22B64,C64H4T22B1024"
 QUICK_SHAPES = "C256H8T82B1,C256H8T82B8,C64H4T22B1,C64H4T22B64"
 PART = 64  # prompts
+WHOLE_BYTES = 128e6  # of [B, T, 4 C] activations: larger batches go in parts only (OpenVINO took over 20 GB for 172 MB of them)
 TOLERANCE = 1e-5  # of an output against float64, relative
 N_COMPARED = 16  # prompts of a batch, spread over it
 PEAK_SECONDS = 0.3
@@ -182,7 +183,8 @@ def fastest(impl, name, model, x, n_threads, compared, want, note, **options) ->
         calls = make(x)
     else:
         calls = {f"{setting} in parts of {PART}".strip(): in_parts(call, PART) for setting, call in make(x[:PART]).items()}
-        calls |= make(x)
+        if len(x) * x.shape[1] * model.config.d_ff * x.element_size() <= WHOLE_BYTES:
+            calls |= make(x)
     trial: dict[str, tuple[float, float]] = {}
     for setting, call in calls.items():
         note(f"trial: {impl} {setting}")
