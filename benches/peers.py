@@ -5,9 +5,9 @@
 Every shape is a looped in-context learner of width C with H heads on B prompts of T tokens, 20 loops, float32. The outputs of
 every implementation are held against eager PyTorch in float64 first. Then, in every round, each implementation runs once in
 turn, and the FMA peak of the same threads is measured beside them; figures are medians over the rounds. Of an implementation's
-settings (benches/peer_setups.py), each on batches whole (up to 128 MB of activations) and in parts of 64 prompts, the fastest in
-a trial enters the rounds; eager enters with both allocator settings, and the better median counts. A shape whose round takes over
-a minute has three.
+settings (benches/peer_setups.py), each on batches whole (up to 128 MB of activations) and in parts of 64 prompts, the fastest
+in a trial enters the rounds; eager enters with both allocator settings, and the better median counts. A shape whose round takes
+over a minute has three.
 
 GFLOP/s count 24 C^2 T + 2 T (T + 1) C operations a prompt-loop for every implementation; elementwise work is not counted.
 
