@@ -85,7 +85,7 @@ class CMakeBuild(build_ext):
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Waits until no other build has the lock. The system takes it back when its holder dies: a file left over holds nobody up."""
+    """Waits until no other build has the lock. It ends with the process that holds it: a file left over holds nobody up."""
     with open(lock, "a") as file:
         if fcntl is not None:
             try:

@@ -236,7 +236,9 @@ looped.solve(model, x[:, :9], n_loops=1, backend="cpu")
     for n_threads in (1, 2):
         command = [sys.executable, "-c", code, str(n_threads)]
         run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-        assert re.match(r"(embed|run): prompt [01]: not enough memory; run fewer threads or shorter prompts\n", run.stdout), run.stdout
+        assert re.match(r"(embed|run): prompt [01]: not enough memory; run fewer threads or shorter prompts\n", run.stdout), (
+            run.stdout
+        )
 
 
 # Memory of inputs -------------------------------------------------------------------------------------------------------
