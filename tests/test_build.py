@@ -57,6 +57,7 @@ def report(what):
     with open(tree / "log", "a") as log:
         log.write(what + "\\n")
 if is_engine:
+    (tree / "pid").write_text(str(os.getpid()))
     report("begin")
     if (tree / "slow").exists():
         time.sleep(float((tree / "slow").read_text()))
@@ -151,6 +152,7 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(tree):
     killed = start(tree)
     wait_for(lambda: "begin" in log(tree))  # it holds the lock, and is in the middle of a file
     os.killpg(killed.pid, 9)
+    os.kill(int((tree / "pid").read_text()), 9)  # Ninja gives it a group of its own
     killed.communicate(timeout=WAIT)
     (tree / "slow").unlink()
     (lock,) = tree.glob("build/temp*/engine.lock")
