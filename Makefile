@@ -69,7 +69,7 @@ neon: $(VENV)/.dev                ## the C++ tests cross-compiled for AArch64, u
 
 coverage: $(VENV)/.dev            ## which lines and branches of csrc the C++ tests reach
 	rm -rf build/coverage
-	$(call cpp_tests,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=--coverage)
+	$(call cpp_tests,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic")
 	$(PIP) gcovr
 	$(BIN)/gcovr --root csrc --exclude csrc/tests --exclude-throw-branches --print-summary build/coverage
 
