@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 4000000000
 
-.PHONY: demo test bench check kernels format cpp sanitize clang neon coverage sdist clean
+.PHONY: demo test slow bench check kernels format cpp sanitize clang neon coverage sdist clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.runtime            ## evaluate the bundled model against the baselines; leaves demo/
@@ -15,6 +15,9 @@ demo: $(VENV)/.runtime            ## evaluate the bundled model against the base
 
 test: $(VENV)/.dev                ## run the tests
 	$(BIN)/python -m pytest
+
+slow: $(VENV)/.dev                ## the tests that build the whole engine
+	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/.bench             ## our time beside the peers', what exits save, and the engine's functions; on a quiet machine
 	$(BIN)/python benches/peers.py
@@ -55,7 +58,6 @@ sanitize: $(VENV)/.dev            ## the C++ tests under AddressSanitizer with U
 
 clang: $(VENV)/.dev               ## the C++ tests and the module built by clang (apt-get install clang), warnings are errors
 	$(call cpp_tests,clang,-DCMAKE_CXX_COMPILER=clang++ -DCMAKE_COMPILE_WARNING_AS_ERROR=ON)
-	$(PIP) pybind11
 	PATH="$(abspath $(BIN)):$$PATH"; cmake -S csrc -B build/clang-module -G Ninja -DCMAKE_CXX_COMPILER=clang++ \
 		-DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DPYBIND11_FINDPYTHON=ON -DPython_EXECUTABLE=$(abspath $(BIN))/python \
 		-Dpybind11_DIR=$$($(BIN)/python -m pybind11 --cmakedir) && cmake --build build/clang-module
@@ -67,9 +69,9 @@ neon: $(VENV)/.dev                ## the C++ tests cross-compiled for AArch64, u
 
 coverage: $(VENV)/.dev            ## which lines and branches of csrc the C++ tests reach
 	rm -rf build/coverage
-	$(call cpp_tests,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS=--coverage)
+	$(call cpp_tests,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic")
 	$(PIP) gcovr
-	$(BIN)/gcovr --root csrc --exclude csrc/tests build/coverage
+	$(BIN)/gcovr --root csrc --exclude csrc/tests --exclude-throw-branches --print-summary build/coverage
 
 sdist: $(VENV)/.dev               ## an sdist that builds the engine where there is no torch
 	$(PIP) build

@@ -164,7 +164,10 @@ bool without_gil(const std::string& call, const Job& job) {
         const py::gil_scoped_release release;
         is_complete = job();
     } catch (const batch::PromptError& error) {
-        throw std::runtime_error(call + ": prompt " + std::to_string(error.prompt) + ": " + error.what());
+        const std::string what = call + ": prompt " + std::to_string(error.prompt) + ": " + error.what();
+        if (!error.lacks_memory) throw std::runtime_error(what);
+        PyErr_SetString(PyExc_MemoryError, what.c_str());
+        throw py::error_already_set();
     }
     if (is_complete && PyErr_CheckSignals() == 0) return true;  // a signal since the watcher looked last, too
     if (!PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) throw py::error_already_set();

@@ -41,7 +41,7 @@ def test_operations_of_a_loop():
     assert operations(full, 7) == 2 * (24 * 48**2 * 7 + 4 * 7**2 * 48)
 
 
-@pytest.mark.parametrize("name", ["C256", "C0H1T3", "C10H3T5", "256x8x82"])
+@pytest.mark.parametrize("name", ["C256", "C0H1T3", "C10H3T5", "256x8x82", f"C16H2T{10**12}", f"C{10**400}H1T3"])
 def test_wrong_shapes_are_refused(name):
     with pytest.raises(ValueError, match="shape"):
         random_model(name)
@@ -167,6 +167,7 @@ def test_bench_of_a_shape_prints_a_table_or_csv():
     ("arguments", "message"),
     [
         (["--shape", "256"], "is not of the form C256H8T82"),
+        (["--shape", f"C16H2T{10**12}"], "that fit into this machine; take smaller sizes"),
         (["--shape", "C16H2T7", "--checkpoint", "x"], "leave out MODEL, --checkpoint"),
         (["x", "--checkpoint", "y"], "are the same argument; give one"),
         (["--shape", "C16H2T7", "--task", "linear_regression"], "give a MODEL"),
@@ -193,6 +194,12 @@ def test_bad_use_is_exit_code_2_and_one_clear_line(arguments, message):
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert "measuring" not in result.stderr
+
+
+def test_a_lack_of_memory_is_one_line():
+    result = run("--shape", "C16H2T7", "--batch", 2**50)
+    assert result.exit_code == 1
+    assert re.search(r"\nlooped: not enough memory: .+\n$", result.stderr)
 
 
 def test_help_lists_the_rules_and_the_tasks():

@@ -6,7 +6,7 @@ import io
 import math
 import multiprocessing
 import os
-import shutil
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +19,7 @@ from models import icl_model, random_weights
 from tolerances import EAGER_BATCH
 
 import looped
-from looped.exits import Contraction, Relative
+from looped.exits import Absolute, Contraction, Readout, Relative
 from looped.loop import Status
 
 try:
@@ -154,6 +154,46 @@ def test_an_error_names_its_prompt_and_the_next_call_is_right():
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("name", ["check_every", "min_loops", "stall_window", "patience"])
+def test_counters_end_where_64_bits_do(name):
+    with pytest.raises(ValueError, match=rf"Readout: {name}=4611686018427387904 is more than a loop counter holds"):
+        Readout(**{name: 2**62})
+    if name != "min_loops":
+        result = looped.solve(icl_model(std=0.15), prompts(1), n_loops=5, exit=Readout(**{name: 2**62 - 1}))
+        assert (result.n_loops.item(), result.status.item()) == (5, Status.MAX_LOOPS)
+
+
+def test_loops_end_where_64_bits_do():
+    with pytest.raises(ValueError, match=f"n_loops={2**70} is more than a loop counter holds"):
+        looped.solve(icl_model(), prompts(1), n_loops=2**70)
+
+
+def test_a_tolerance_may_be_any_integer_that_a_float_holds():
+    assert looped.solve(icl_model(), prompts(1), n_loops=5, exit=Absolute(tol=2**70)).n_loops.item() == 1
+    with pytest.raises(ValueError, match=r"tol is more than a float holds; use math\.inf"):
+        Absolute(tol=10**400)
+
+
+@pytest.mark.parametrize("pass_backend", ["eager", "fused"])
+def test_loops_without_gradient_are_counted_in_integers(pass_backend, backend):
+    if backend != pass_backend.replace("fused", "cpu"):
+        pytest.skip("the other pair")
+    model, x = icl_model(std=0.15), prompts(1)
+    forward = functools.partial(model, x, n_loops=4, return_predictions=True, backend=pass_backend)
+    with torch.no_grad():
+        for wrong in (1.5, "1", None):
+            with pytest.raises(TypeError, match="n_loop_start must be an integer, got"):
+                forward(n_loop_start=wrong)
+        for wrong in (-1, 4, 2**70):
+            with pytest.raises(ValueError, match=f"n_loop_start(=| must be 0 or more, got ){wrong}"):
+                forward(n_loop_start=wrong)
+        assert torch.equal(forward(n_loop_start=torch.tensor(3)), forward()[:, 3:])
+        with pytest.raises(ValueError, match=f"n_loops={2**70} is more than a loop counter holds"):
+            model(x, n_loops=2**70, backend=pass_backend)
+        with pytest.raises(TypeError, match=r"n_loop_start must be an integer, got 1\.5"):
+            next(model.iterate(x, 4, n_loop_start=1.5))
+
+
 def test_sizes_that_no_memory_holds_are_errors(backend):
     model, x = icl_model(), prompts(1)
     if backend == "eager":
@@ -172,6 +212,33 @@ def test_sizes_that_no_memory_holds_are_errors(backend):
     ):
         _engine.Engine(config | {"d_model": 2**20}, weights)
     assert looped.solve(model, x, n_loops=1).y.isfinite().all()
+
+
+def test_a_worker_without_memory_is_a_memory_error(backend):
+    if backend == "eager" or sys.platform != "linux":
+        pytest.skip("the engine's own memory, under a limit of Linux")
+    code = f"""
+import resource, sys
+sys.path[:0] = {sys.path!r}
+import torch, looped
+from models import icl_model
+torch.set_num_threads(int(sys.argv[1]))
+model, x = icl_model(d_ff=4096, n_points=2500), torch.randn(2, 5000, 3, dtype=torch.float64)
+looped.solve(model, x[:, :9], n_loops=1, backend="cpu")
+(size,) = [int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmSize")]
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, resource.RLIM_INFINITY))  # 5,000 rows of 4,096 numbers take 160 MB
+try:
+    looped.solve(model, x, n_loops=1, backend="cpu")
+except MemoryError as error:
+    print(error)
+looped.solve(model, x[:, :9], n_loops=1, backend="cpu")
+"""
+    for n_threads in (1, 2):
+        command = [sys.executable, "-c", code, str(n_threads)]
+        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        assert re.match(r"(embed|run): prompt [01]: not enough memory; run fewer threads or shorter prompts\n", run.stdout), (
+            run.stdout
+        )
 
 
 # Memory of inputs -------------------------------------------------------------------------------------------------------
@@ -441,23 +508,3 @@ torch.save(result.y, sys.stdout.buffer)
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
     without = torch.load(io.BytesIO(run.stdout))
     torch.testing.assert_close(looped.solve(icl_model(std=0.15), prompts(3), n_loops=9).y, without, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
-def test_wide_instructions_stand_only_in_kernels_that_are_chosen_at_run_time(backend):
-    if backend == "eager":
-        pytest.skip("no machine code of ours")
-    listing = subprocess.run(
-        ["objdump", "-d", "-C", "--no-show-raw-insn", _engine.__file__], check=True, capture_output=True, text=True
-    ).stdout
-    function, n_wide = "", {"avx2": 0, "avx512": 0}
-    for line in listing.splitlines():
-        if line.endswith(">:"):
-            function = line.lower()
-        elif "%zmm" in line:
-            n_wide["avx512"] += 1
-            assert "avx512" in function, (function, line)
-        elif "%ymm" in line:
-            n_wide["avx2"] += 1
-            assert "avx" in function, (function, line)
-    assert not n_wide["avx2"] or n_wide["avx512"] > 100

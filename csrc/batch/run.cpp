@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <limits>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <thread>
 
@@ -36,11 +37,12 @@ public:
     void finish_prompt() { n_finished_.fetch_add(1, std::memory_order_relaxed); }
 
     // Takes no memory: the lack of it may be what failed.
-    void fail(size_t prompt, const char* what) noexcept {
+    void fail(size_t prompt, const char* what, bool lacks_memory = false) noexcept {
         std::lock_guard lock(mutex_);
         if (!failed_ || prompt < *failed_) {
             failed_ = prompt;
             std::snprintf(what_, sizeof(what_), "%s", what);
+            lacks_memory_ = lacks_memory;
         }
         stop.make();
     }
@@ -58,7 +60,9 @@ public:
             lock.lock();
         }
     }
-    std::optional<PromptError> error() const { return failed_ ? std::optional<PromptError>({*failed_, what_}) : std::nullopt; }
+    std::optional<PromptError> error() const {
+        return failed_ ? std::optional<PromptError>({*failed_, what_, lacks_memory_}) : std::nullopt;
+    }
 
     block::StopRequest stop;
 
@@ -70,6 +74,7 @@ private:
     size_t n_running_;
     std::optional<size_t> failed_;  // the first prompt that did
     char what_[256] = "";
+    bool lacks_memory_ = false;
 };
 
 // Keeps the float mode of the thread that makes it, and gives it back at the end.
@@ -99,6 +104,8 @@ void work(const MakeWorker& make_worker, Progress& progress) {
                 if (worker(item->prompt)) progress.finish_prompt();
             }
         }
+    } catch (const std::bad_alloc&) {
+        progress.fail(item->prompt, "not enough memory; run fewer threads or shorter prompts", true);
     } catch (const std::exception& error) {
         progress.fail(item->prompt, error.what());
     } catch (...) {

@@ -14,8 +14,10 @@ using std::size_t;
 // What went wrong with a prompt.
 class PromptError : public std::runtime_error {
 public:
-    PromptError(size_t prompt, const std::string& what) : std::runtime_error(what), prompt(prompt) {}
+    PromptError(size_t prompt, const std::string& what, bool lacks_memory)
+        : std::runtime_error(what), prompt(prompt), lacks_memory(lacks_memory) {}
     size_t prompt;
+    bool lacks_memory;
 };
 
 struct Controls {

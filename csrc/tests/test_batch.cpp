@@ -104,6 +104,7 @@ TEST_CASE_TEMPLATE("an exception inside a worker comes back, naming its prompt",
                     } catch (const PromptError& error) {
                         has_thrown = true;
                         n_named += error.prompt < prompts.size();
+                        CHECK(error.lacks_memory);
                     } catch (const std::bad_alloc&) {  // before there are prompts
                         has_thrown = true;
                         CHECK(where == Where::this_thread);

@@ -32,6 +32,11 @@ class _Commands(click.Group):
         except (ValueError, TypeError) as error:
             click.echo(f"looped: {error}", err=True)
             ctx.exit(ERROR_CODE)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "memory" not in str(error):  # PyTorch's lack of it is a RuntimeError
+                raise
+            click.echo(f"looped: not enough memory: {str(error) or 'take smaller sizes'}".split("\n")[0], err=True)
+            ctx.exit(1)
         except (OSError, FloatingPointError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror and error.filename else str(error)
             name = f" {error.filename}" if isinstance(error, OSError) and error.filename else ""

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from looped.model import MOST_LOOPS
+
 Memory = dict[str, Tensor]
 
 # The rounding level phi: a step this small against the state is noise of the arithmetic, not motion of the state. Measured on
@@ -75,11 +77,16 @@ class ExitRule:
 
     def __post_init__(self) -> None:
         for name, least in (("check_every", 1), ("min_loops", 0), ("stall_window", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
+            self._check_counter(name, least)
         if self.scope not in ("prompt", "prefix"):
             raise ValueError(f"{type(self).__name__}: scope={self.scope!r} is not one of prompt, prefix")
+
+    def _check_counter(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
+        if value > MOST_LOOPS:
+            raise ValueError(f"{type(self).__name__}: {name}={value} is more than a loop counter holds; give at most 2^62 - 1")
 
     @property
     def n_passes(self) -> int:
@@ -134,6 +141,10 @@ class ToleranceRule(ExitRule):
         super().__post_init__()
         if not (isinstance(self.tol, (int, float)) and self.tol >= 0):
             raise ValueError(f"{type(self).__name__}: tol={self.tol!r} must be a number of at least 0")
+        try:
+            object.__setattr__(self, "tol", float(self.tol))  # an integer of any size: PyTorch takes those of 64 bits alone
+        except OverflowError:
+            raise ValueError(f"{type(self).__name__}: tol is more than a float holds; use math.inf") from None
 
     @property
     def is_fixed(self) -> bool:
@@ -187,8 +198,7 @@ class Readout(ToleranceRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.patience, bool) or not isinstance(self.patience, int) or self.patience < 1:
-            raise ValueError(f"Readout: patience={self.patience!r} must be an integer of at least 1")
+        self._check_counter("patience", 1)
 
     @property
     def n_passes(self) -> int:

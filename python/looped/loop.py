@@ -38,8 +38,6 @@ class LoopSpec:
     return_predictions: bool = False
 
     def __post_init__(self) -> None:
-        if self.n_loops >= 2**62:
-            raise ValueError(f"solve: n_loops={self.n_loops} is more than a loop counter holds")
         if self.on_stall not in ON_STALL:
             raise ValueError(f"solve: on_stall={self.on_stall!r} is not one of {', '.join(ON_STALL)}")
         if self.rule.min_loops > self.n_loops:

@@ -243,6 +243,7 @@ class LoopedTransformer(nn.Module):
         n_loop_start: int = 0,
     ) -> Iterator[Tensor]:
         """Yields the states Y_t [B, T, C] for t = n_loop_start + 1 .. n_loops; the loops before them run without gradient."""
+        n_loops, n_loop_start = loop_count(n_loops), loop_count(n_loop_start, "n_loop_start")
         P = self.embed(prompts, lengths)
         Y = self.initial_state(P, state)
         with torch.no_grad():
@@ -281,7 +282,7 @@ class LoopedTransformer(nn.Module):
             backend: ``"auto"`` as above, ``"eager"`` for plain PyTorch, or ``"fused"`` for the operator.
 
         Returns what `read` returns. Raises ValueError for a negative n_loops, n_loop_start outside 0 .. n_loops - 1, or
-        backend="fused" where the operator cannot run.
+        backend="fused" where the operator cannot run, and TypeError for loops that are no integers.
         """
         if backend not in ("auto", "eager", "fused"):
             raise ValueError(
@@ -289,7 +290,8 @@ class LoopedTransformer(nn.Module):
                 "auto, cpu and eager are those of looped.solve"
             )
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
-        if n_loop_start and not 0 <= n_loop_start < total:
+        n_loop_start = loop_count(n_loop_start, "n_loop_start")
+        if n_loop_start and n_loop_start >= total:
             raise ValueError(f"LoopedTransformer: n_loop_start={n_loop_start} must lie in 0 .. n_loops - 1 = {total - 1}")
         obstacle = "asked for" if backend == "eager" else self._why_not_fused(prompts, backend)
         if obstacle is None:
@@ -402,14 +404,19 @@ INNER_METHODS = frozenset(("forward", "project", "_call_impl", "_wrapped_call_im
 _is_exporting = getattr(torch.compiler, "is_exporting", torch.jit.is_tracing)  # since torch 2.7
 
 
-def loop_count(n_loops: int) -> int:
-    """n_loops as an int. Integers and 0-d integer tensors are accepted; 4.0 is a TypeError, -1 a ValueError."""
+MOST_LOOPS = 2**62 - 1  # that a counter of loops holds, with room to count on
+
+
+def loop_count(n_loops: int, name: str = "n_loops") -> int:
+    """Loops as an int. Integers and 0-d integer tensors are accepted; 4.0 is a TypeError, -1 and 2^62 a ValueError."""
     try:
         count = operator.index(n_loops)
     except TypeError:
-        raise TypeError(f"n_loops must be an integer, got {n_loops!r}") from None
+        raise TypeError(f"{name} must be an integer, got {n_loops!r}") from None
     if count < 0:
-        raise ValueError(f"n_loops must be 0 or more, got {count}")
+        raise ValueError(f"{name} must be 0 or more, got {count}")
+    if count > MOST_LOOPS:
+        raise ValueError(f"{name}={count} is more than a loop counter holds; give at most 2^62 - 1")
     return count
 
 

@@ -6,7 +6,6 @@ Its memory has the eager backend's names, so that one `LoopState` serves both.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -17,18 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from looped.backends.module import load_engine
 from looped.config import LoopedConfig
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, RULES, Fixed
 from looped.loop import LoopResult, LoopSpec, LoopState, Status, check_weights, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
 from looped.weights import checksum, first_weight, weights_of
 
-_engine: Any = None
-_missing: str | None = None
-try:
-    _engine = importlib.import_module("looped._engine")
-except ImportError as error:  # built without a C++ compiler, or for another Python
-    _missing = f"the C++ engine is not in this installation ({error}); install looped where a C++20 compiler is"
+_engine, _missing = load_engine()
 
 DTYPES = (torch.float32, torch.float64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import torch
@@ -27,9 +28,13 @@ def random_model(name: str, *, n_loops: int = 20, n_dims: int = 20, seed: int = 
     """The looped in-context learner of a named shape, float32.
 
     Weights are N(0, 0.49 / n_in), not the small ones that training starts from: every part of the block moves the state by as
-    much as the others, so that an error in any of them shows, and 20 loops still end within 1e-6 of float64.
+    much as the others, so that an error in any of them shows, and 20 loops still end within 1e-6 of float64. Raises ValueError
+    for more weights than this machine's memory holds.
     """
     C, H, T = shape_sizes(name)
+    most = _most_numbers() // 2  # as they are drawn, the normal numbers of a weight stand beside it
+    if C * (12 * C + n_dims + T) > most:
+        raise ValueError(f"shape {name!r} has more weights than the {most:.2g} that fit into this machine; take smaller sizes")
     generator = torch.Generator().manual_seed(seed)
     model = LoopedTransformer(icl_config(n_dims=n_dims, n_points=(T + 1) // 2, d_model=C, n_heads=H, n_loops=n_loops))
     with torch.no_grad():
@@ -42,6 +47,14 @@ def random_model(name: str, *, n_loops: int = 20, n_dims: int = 20, seed: int = 
             else:
                 parameter.copy_(0.1 * noise)
     return model.eval()
+
+
+def _most_numbers() -> int:
+    """float32 numbers that the machine's memory holds, or 64 GiB where it does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (AttributeError, ValueError, OSError):
+        return 2**34
 
 
 def operations(model: LoopedTransformer, n_tokens: int) -> int:
