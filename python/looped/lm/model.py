@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,7 @@ from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
 from looped.lm.exits import Exit, token_rule
 from looped.lm.policy import CachePolicy
 from looped.lm.columns import Columns
+from looped.lm.pretrained import language_config, read_gpt2, same_dtype
 from looped.lm.session import make_session
 from looped.model import Block, LoopedTransformer, loop_count
 
@@ -70,6 +74,43 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         elif isinstance(module, Block):
             for proj in (module.attn.proj, module.mlp.proj):
                 init.normal_(proj.weight, mean=0.0, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
+
+    @classmethod
+    def from_gpt2(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | PreTrainedModel, n_loops: int = 1, **changes: Any
+    ) -> LoopedGPT2:
+        """A GPT-2 checkpoint, looped. At one loop and without injection it is GPT-2.
+
+        source: a folder or file of Hugging Face's GPT-2, a nanoGPT file, a folder of `looped.save_model`, a state dict, or a
+            GPT-2 model of transformers. See `looped.load_checkpoint` for what each must tell; nothing is downloaded.
+        n_loops: loops of the core, which is the whole stack unless changes say otherwise.
+        changes: fields of `LoopedGPT2Config`, such as ``n_prelude=2, n_coda=2`` to loop the middle, ``inject="add"``, or
+            what the file cannot tell (``activation=`` of nanoGPT's).
+
+        The model is on the CPU, in evaluation mode, with copies of the weights in their dtype. Special tokens and generation
+        settings come along. Raises what `load_checkpoint` raises.
+        """
+        transformer, config, generation = read_gpt2(source, n_loops, changes)
+        model = cls._around(transformer, config)
+        if generation is not None:
+            model.generation_config = copy.deepcopy(generation)
+        return model
+
+    @classmethod
+    def from_looped(cls, transformer: LoopedTransformer, **fields: Any) -> LoopedGPT2:
+        """A language model around a `LoopedTransformer`, whose weights it holds, not copies. fields: of `LoopedGPT2Config`."""
+        return cls._around(transformer, language_config(transformer.config, **fields))
+
+    @classmethod
+    def _around(cls, transformer: LoopedTransformer, config: LoopedGPT2Config) -> LoopedGPT2:
+        config.dtype = same_dtype(transformer)
+        with torch.device("meta"):
+            model = cls(config)
+        model.transformer = transformer
+        if config.exit_gate:
+            model.exit_gate = nn.Linear(config.d_model, 1, dtype=config.dtype, device=transformer.embedding.weight.device)
+            model._init_weights(model.exit_gate)
+        return model.eval()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.transformer.embedding
