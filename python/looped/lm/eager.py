@@ -141,7 +141,7 @@ class EagerSession:
         def predict() -> Tensor:
             return self.model.head(self._close(image, "check", t, run.moving))[:, None]
 
-        g, n = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (image - Y, image))
+        g, n = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (image - run.Y, image))
         step = Step(
             t=torch.full_like(g, t, dtype=torch.int64),
             g=g,
