@@ -4,7 +4,6 @@ import torch
 from models import random_weights
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import looped
 from looped.lm import LoopedGPT2, LoopedGPT2Config
 
 SIZES = {  # vocabulary, positions, width, heads, layers
@@ -19,7 +18,7 @@ def gpt2(size="small", seed=0, dtype=torch.float32, std=0.3, **changes):
     vocab_size, n_positions, d_model, n_heads, n_layers = SIZES[size]
     fields = dict(vocab_size=vocab_size, n_positions=n_positions, n_embd=d_model, n_head=n_heads, n_layer=n_layers)
     fields |= dict(bos_token_id=None, eos_token_id=None)
-    return random_weights(GPT2LMHeadModel(GPT2Config(**(fields | changes))), std, seed, dtype).eval()
+    return varied(random_weights(GPT2LMHeadModel(GPT2Config(**(fields | changes))), std, seed, dtype)).eval()
 
 
 def pair(size="small", seed=0, **changes):
@@ -33,7 +32,18 @@ def looped_lm(size="small", seed=0, std=0.3, dtype=torch.float32, **changes):
     vocab_size, n_positions, d_model, n_heads, _ = SIZES[size]
     fields = dict(vocab_size=vocab_size, n_positions=n_positions, d_model=d_model, n_heads=n_heads, n_core=1, n_loops=4)
     fields |= dict(inject="add", state_init="zeros", loop_norm="each", pos_when="each_loop")
-    return random_weights(LoopedGPT2(LoopedGPT2Config(**(fields | changes))), std, seed, dtype).eval()
+    return varied(random_weights(LoopedGPT2(LoopedGPT2Config(**(fields | changes))), std, seed, dtype)).eval()
+
+
+@torch.no_grad()
+def varied(model):
+    """Small biases and large positions, so that greedy decoding does not say one token for ever."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.mul_(0.1)
+        elif "wpe" in name or "positions" in name:
+            parameter.mul_(2)
+    return model
 
 
 def contracting_lm(**changes):
@@ -61,5 +71,3 @@ def left_padded(rows, pad=0):
     return ids, mask
 
 
-def is_looped_checkout():
-    return looped.__file__

@@ -29,6 +29,7 @@ SHAPES = {
     "middle": dict(n_prelude=1, n_coda=2, pos_when="once", loop_norm="once", tie_readout=False, activation="silu_gated"),
     "mul": dict(inject="mul", state_init="ones", norm_kind="rms", bias=False),
 }
+TOKENS_DIFFER = {("icl", name) for name in RULES} - {("icl", "argmax")} | {("gpt2", "argmax")}
 
 
 def spec(name, **fields):
@@ -51,8 +52,8 @@ def test_prefill_is_the_semantics_written_out(models, shape, name):
     result = model(ids, exit=spec(name))
     assert result.n_loops[0].tolist() == oracle.used
     assert (result.logits[0] - logits).abs().max() <= FP64
-    if shape == "icl":
-        assert 1 < len(set(oracle.used))  # tokens differ
+    if (shape, name) in TOKENS_DIFFER:
+        assert len(set(oracle.used)) > 1
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def test_any_split_into_calls_gives_the_same(models, shape, name):
 @pytest.mark.parametrize("n_core", [1, 2])
 @pytest.mark.parametrize("exit", [None, {"rule": "relative", "tol": 0.3}])
 def test_cached_is_uncached_in_float32(n_loops, n_core, exit):
-    model = contracting_lm(n_core=n_core, n_loops=n_loops).float()
+    model = contracting_lm(n_core=n_core, n_loops=n_loops, tie_readout=False).float()
     ids = prompts(2, 11)
     whole = model(ids, exit=exit, use_cache=False)
     cache = model.make_cache()
@@ -94,7 +95,7 @@ def test_cached_is_uncached_in_float32(n_loops, n_core, exit):
 @pytest.mark.parametrize("name", RULES)
 def test_a_row_does_not_depend_on_its_neighbours(name):
     """In prefill and in decoding, left-padded or not, whatever order the rows have."""
-    model = contracting_lm(exit_gate=True).float()
+    model = contracting_lm(exit_gate=True)
     rows = [prompts(1, n, seed=n)[0].tolist() for n in (3, 7, 5, 1)]
     solo = []
     for row in rows:
@@ -165,9 +166,8 @@ def test_check_every_and_min_loops_hold_for_tokens(models):
 
 @torch.no_grad()
 def test_a_token_that_holds_nan_runs_all_loops():
-    model = contracting_lm(n_loops=4)
-    with torch.no_grad():
-        model.transformer.embedding.weight[7] = torch.nan
+    model = contracting_lm(n_loops=4, tie_readout=False)
+    model.transformer.embedding.weight[7] = torch.nan
     ids = torch.tensor([[3, 7, 5], [3, 4, 5]])
     for name in ("relative", "contraction", "entropy", "kl"):
         result = model(ids, exit={"rule": name, "tol": 1e6})

@@ -258,8 +258,11 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         """The cache that `generate` begins with; also the last look at its arguments before anything is computed."""
         mask = model_kwargs.get("attention_mask")
         n_tokens = max_cache_length + 1 if mask is None else max_cache_length + 1 - int((mask == 0).sum(1).min())
-        if batch_size == 0:
-            raise ValueError("LoopedGPT2: generate got a batch of 0 rows; pass at least one")
+        if batch_size == 0 or max_cache_length < 0:
+            raise ValueError("LoopedGPT2: generate got no rows or no tokens; pass at least one row of one token")
+        if mask is not None and not (lengths := mask.sum(1)).all():
+            row = int((lengths == 0).nonzero()[0, 0])
+            raise ValueError(f"LoopedGPT2: row {row} has no token that its attention_mask shows; drop it or mend the mask")
         if self.config.pos_kind == "learned" and n_tokens - 1 > self.config.n_positions:
             raise ValueError(
                 f"LoopedGPT2: {n_tokens} tokens were asked for, prompt and new ones together, but the model has "
