@@ -119,7 +119,9 @@ class LoopedCache(Cache):
         cache.own, cache.n_loops = self.own.clone(), self.n_loops.clone()
         return cache
 
-    __copy__ = None  # a shallow copy would share a session that one of the two outgrows
+    def __copy__(self) -> LoopedCache:
+        """As deep as `__deepcopy__`: two caches of one session would outgrow each other."""
+        return self.__deepcopy__({})
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: keys and values alone do not say of which loop they are."""
