@@ -62,18 +62,17 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's: N(0, initializer_range), projections into the residual stream smaller by sqrt(2 * layers), zero biases."""
-        std = self.config.initializer_range
         if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=std)
+            projections = (proj for block in self.modules() if isinstance(block, Block) for proj in (block.attn.proj, block.mlp.proj))
+            into_residual = any(module is proj for proj in projections)
+            scale = (2 * self.config.num_hidden_layers) ** -0.5 if into_residual else 1.0
+            init.normal_(module.weight, mean=0.0, std=scale * self.config.initializer_range)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, Block):
-            for proj in (module.attn.proj, module.mlp.proj):
-                init.normal_(proj.weight, mean=0.0, std=std / (2 * self.config.num_hidden_layers) ** 0.5)
 
     @classmethod
     def from_gpt2(
@@ -81,8 +80,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
     ) -> LoopedGPT2:
         """A GPT-2 checkpoint, looped. At one loop and without injection it is GPT-2.
 
-        source: a folder or file of Hugging Face's GPT-2, a nanoGPT file, a folder of `looped.save_model`, a state dict, or a
-            GPT-2 model of transformers. See `looped.load_checkpoint` for what each must tell; nothing is downloaded.
+        source: a folder or file of Hugging Face's GPT-2, a nanoGPT file, a state dict, or a GPT-2 model of transformers. See
+            `looped.load_checkpoint` for what each must tell; nothing is downloaded.
         n_loops: loops of the core, which is the whole stack unless changes say otherwise.
         changes: fields of `LoopedGPT2Config`, such as ``n_prelude=2, n_coda=2`` to loop the middle, ``inject="add"``, or
             what the file cannot tell (``activation=`` of nanoGPT's).
