@@ -48,7 +48,11 @@ def test_what_a_policy_keeps_is_what_its_table_says(name):
     exact, cache = model.make_cache("per_loop"), model.make_cache(name)
     assert torch.equal(model(ids, cache=exact).logits, model(ids, cache=cache).logits)
     last = {"last_only": {0: 5}, "modulo(1)": {0: 5}, "modulo(2)": {0: 5, 1: 4}, "modulo(3)": {0: 4, 1: 5, 2: 3}}
-    last |= {"first_then_shared": {0: 1, 1: 5}, "per_loop": {i: i + 1 for i in range(5)}, "modulo(9)": {i: i + 1 for i in range(5)}}
+    last |= {
+        "first_then_shared": {0: 1, 1: 5},
+        "per_loop": {i: i + 1 for i in range(5)},
+        "modulo(9)": {i: i + 1 for i in range(5)},
+    }
     for slot, loop in last[name].items():
         for layer in range(2):
             for got, kept in zip(
@@ -119,7 +123,9 @@ def test_one_slot_per_loop_and_layer_and_never_another_loop_in_it():
         model(ids, cache=cache)
         assert len(cache.session.slots.pairs) == 4 * n_core
         out = [
-            model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use, output_logits=True, return_dict_in_generate=True)
+            model.generate(
+                ids, max_new_tokens=6, do_sample=False, use_cache=use, output_logits=True, return_dict_in_generate=True
+            )
             for use in (True, False)
         ]
         assert torch.equal(out[0].sequences, out[1].sequences)
@@ -240,7 +246,7 @@ def test_what_transformers_asks_a_cache():
     assert used.is_croppable
     assert not any(used.is_linear + used.is_sliding + used.is_dummy)
     assert "2 rows of 3 columns" in repr(used)
-    with pytest.raises(TypeError, match="LoopedGPT2.forward alone"):
+    with pytest.raises(TypeError, match=r"LoopedGPT2.forward alone"):
         used.update(torch.zeros(1), torch.zeros(1), 0)
     with pytest.raises(TypeError, match="made beforehand"):
         used.early_initialization(1, 4, 8, torch.float32, torch.device("cpu"))
@@ -252,7 +258,10 @@ def test_what_transformers_asks_a_cache():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_changes_nothing(dtype):
     model = looped_lm(n_core=2, n_loops=3).to(dtype)
-    for ids, mask in (left_padded([prompts(1, 6)[0].tolist()]), left_padded([prompts(1, n, seed=n)[0].tolist() for n in (3, 6)])):
+    for ids, mask in (
+        left_padded([prompts(1, 6)[0].tolist()]),
+        left_padded([prompts(1, n, seed=n)[0].tolist() for n in (3, 6)]),
+    ):
         out = [
             model.generate(
                 ids,
@@ -268,7 +277,9 @@ def test_a_cache_changes_nothing(dtype):
         ]
         for a, b in zip(out[0].logits, out[1].logits, strict=True):
             assert a.isfinite().all()
-            scale = {torch.float32: FP32, torch.bfloat16: 0.2, torch.float16: 0.02}[dtype]  # 3 loops of 2 layers at 8 and 11 bits
+            scale = {torch.float32: FP32, torch.bfloat16: 0.2, torch.float16: 0.02}[
+                dtype
+            ]  # 3 loops of 2 layers at 8 and 11 bits
             assert (a - b).abs().max() <= scale
             if dtype != torch.float32 and not torch.equal(a.argmax(-1), b.argmax(-1)):
                 break  # from here on the texts differ

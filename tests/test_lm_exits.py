@@ -100,7 +100,12 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     solo = []
     for row in rows:
         result = model.generate(
-            torch.tensor([row]), max_new_tokens=5, do_sample=False, exit=spec(name), output_logits=True, return_dict_in_generate=True
+            torch.tensor([row]),
+            max_new_tokens=5,
+            do_sample=False,
+            exit=spec(name),
+            output_logits=True,
+            return_dict_in_generate=True,
         )
         solo.append((result.sequences[0, len(row) :], result.cache.n_loops[0], torch.stack(result.logits, 1)[0]))
     for order in ([0, 1, 2, 3], [3, 2, 0, 1], [2, 2, 0]):

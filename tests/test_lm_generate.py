@@ -134,7 +134,9 @@ def test_a_chunk_of_padding_alone():
     assert_same(*(generate(ours, ids, attention_mask=mask, **extra) for extra in ({}, {"prefill_chunk_size": 2})))
 
 
-@pytest.mark.parametrize("model", [pair()[1], looped_lm(), looped_lm(n_prelude=1, n_coda=1, loop_norm="once", tie_readout=False)])
+@pytest.mark.parametrize(
+    "model", [pair()[1], looped_lm(), looped_lm(n_prelude=1, n_coda=1, loop_norm="once", tie_readout=False)]
+)
 def test_left_padding_is_free(model):
     """Rows in a batch generate what they generate alone, and the ids under the mask are never read."""
     rows = [prompts(1, n, seed=n)[0].tolist() for n in (3, 7, 1)]
@@ -329,7 +331,9 @@ def test_rows_stop_by_themselves():
     n_steps = free[1].tolist().index(other) + 1
     assert several[0].tolist() == [first] + [0] * (n_steps - 1)
     assert several[1].tolist() == free[1, :n_steps].tolist()  # and no step after that
-    padded = generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=[first], pad_token_id=first).sequences[:, 5:]
+    padded = generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=[first], pad_token_id=first).sequences[
+        :, 5:
+    ]
     assert padded[0].tolist() == [first] * 4
 
 

@@ -89,10 +89,16 @@ class EagerSession:
     def _check(self, rule: ExitRule, n_loops: int, starts: Sequence[int]) -> None:
         if self._has_unlooped and n_loops and any(starts):
             raise ValueError("LoopedGPT2: tokens cached with n_loops=0 have no keys for a call with loops; start a new cache")
-        if reads_logits(rule) and not rule.is_fixed and self.model.config.n_coda and any(starts) and self._checks != rule.check_every:
+        if (
+            reads_logits(rule)
+            and not rule.is_fixed
+            and self.model.config.n_coda
+            and any(starts)
+            and self._checks != rule.check_every
+        ):
             raise ValueError(
-                f"LoopedGPT2: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from calls "
-                f"with such a rule and check_every={rule.check_every}; start a new cache"
+                f"LoopedGPT2: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from "
+                f"calls with such a rule and check_every={rule.check_every}; start a new cache"
             )
 
     def _first_state(self, P: Tensor, chunk: Chunk, warm_start: bool) -> Tensor:

@@ -33,8 +33,9 @@ class TokenRule(ExitRule):
 
     def check_number(self, name: str, least: float, kind: type | tuple[type, ...] = (int, float)) -> None:
         """Raises ValueError for a field that is no number of at least `least`."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        value: Any = getattr(self, name)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not (is_number and value >= least):
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a number of at least {least}")
 
 
@@ -100,9 +101,10 @@ class ArgmaxStable(TokenRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(TokenRule):
-    """The model's exit gate: lambda_t = sigmoid(gate(F_t)), and the token stops when 1 - prod(1 - lambda_s, s <= t) >= threshold.
+    """The model's exit gate: lambda_t = sigmoid(gate(F_t)); the token stops when 1 - prod(1 - lambda_s, s <= t) >= threshold.
 
-    The product runs over the checks. It is the cumulative exit probability of Ouro. Needs a model with `exit_gate=True`.
+    The product, over the checks, is the probability of not having left: Ouro's cumulative exit probability. Ouro's own
+    threshold is 1, at which tokens hardly leave. Needs a model with `exit_gate=True`.
     """
 
     threshold: float = 0.5

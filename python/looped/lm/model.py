@@ -18,10 +18,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from looped.exits import ExitRule
 from looped.lm.cache import LoopedCache
+from looped.lm.columns import Columns
 from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
 from looped.lm.exits import Exit, token_rule
 from looped.lm.policy import CachePolicy
-from looped.lm.columns import Columns
 from looped.lm.pretrained import language_config, read_gpt2, same_dtype
 from looped.lm.session import make_session
 from looped.model import Block, LoopedTransformer, loop_count
@@ -44,7 +44,7 @@ class LoopedOutput(CausalLMOutputWithPast):
 
 
 class LoopedGPT2(PreTrainedModel, GenerationMixin):
-    """A looped language model that stands where GPT-2 stood. `transformer` is the `LoopedTransformer` that holds the weights."""
+    """A looped language model that stands where GPT-2 stood. Its `transformer` is the `LoopedTransformer`."""
 
     config: LoopedGPT2Config
     config_class = LoopedGPT2Config
@@ -63,16 +63,18 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's: N(0, initializer_range), projections into the residual stream smaller by sqrt(2 * layers), zero biases."""
         if isinstance(module, nn.Linear | nn.Embedding):
-            projections = (proj for block in self.modules() if isinstance(block, Block) for proj in (block.attn.proj, block.mlp.proj))
+            projections = (
+                proj for block in self.modules() if isinstance(block, Block) for proj in (block.attn.proj, block.mlp.proj)
+            )
             into_residual = any(module is proj for proj in projections)
             scale = (2 * self.config.num_hidden_layers) ** -0.5 if into_residual else 1.0
             init.normal_(module.weight, mean=0.0, std=scale * self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                init.zeros_(bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                init.zeros_(bias)
 
     @classmethod
     def from_gpt2(
@@ -115,19 +117,22 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         return self.transformer.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
         self.transformer.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The untied head; None where the head is the embedding itself."""
         return None if self.config.tie_readout else self.transformer.read_out
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         if self.config.tie_readout:
             raise ValueError("LoopedGPT2: the head is the embedding (tie_readout=True); set the input embeddings")
         self.transformer.read_out = new_embeddings
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.transformer.config = self.config.looped
         return embedding
 
@@ -198,9 +203,7 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
             self._check_ids(embeds, columns)
             embeds = self.transformer.embedding(embeds)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        extension = cache.session.extend(
-            embeds, columns.counts, positions=positions, return_states=bool(asked), **vars(plan)
-        )
+        extension = cache.session.extend(embeds, columns.counts, positions=positions, return_states=bool(asked), **vars(plan))
         n_used = columns.unpacked(extension.n_loops)
         cache.append(columns.own, n_used)
 
@@ -212,13 +215,9 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         states = None
         if extension.states is not None:
             states = (*(columns.unpacked(state) for state in extension.states), hidden)
-        output = LoopedOutput(
-            loss=None if labels is None else next_token_loss(logits, labels),
-            logits=logits,
-            hidden_states=states,
-            n_loops=n_used,
-            **{CACHE_NAME: cache if use_cache else None},
-        )
+        fields: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
+        fields |= {"loss": None if labels is None else next_token_loss(logits, labels), "logits": logits}
+        output = LoopedOutput(**fields, hidden_states=states, n_loops=n_used)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def make_cache(self, policy: str | None = None, *, backend: str | None = None) -> LoopedCache:
@@ -246,14 +245,15 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         if outside.any():
             row = int(columns.own.nonzero()[outside.nonzero()[0, 0], 0])
             raise ValueError(
-                f"LoopedGPT2: row {row} has the token id {int(ids[outside][0])}, but ids lie in 0 .. {self.config.vocab_size - 1}"
+                f"LoopedGPT2: row {row} has the token id {int(ids[outside][0])}, "
+                f"but ids lie in 0 .. {self.config.vocab_size - 1}"
             )
 
     # What generate asks -------------------------------------------------------------------------------------------
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
+    ) -> Any:
         """The cache that `generate` begins with; also the last look at its arguments before anything is computed."""
         mask = model_kwargs.get("attention_mask")
         n_tokens = max_cache_length + 1 if mask is None else max_cache_length + 1 - int((mask == 0).sum(1).min())
@@ -276,8 +276,11 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
                     "say cache_policy in the configuration, or pass make_cache(policy)"
                 )
             model_kwargs[CACHE_NAME] = self.make_cache(backend=model_kwargs.get("backend"))
-            return
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+            return None
+        of_transformers: Any = GenerationMixin
+        return of_transformers._prepare_cache_for_generation(
+            self, generation_config, model_kwargs, mode, batch_size, max_cache_length
+        )
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,9 @@ def _the_cache(cache: LoopedCache | None, past_key_values: LoopedCache | None, b
     if found is None:
         return None
     if not isinstance(found, LoopedCache):
-        raise TypeError(f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()")
+        raise TypeError(
+            f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()"
+        )
     if backend not in (None, found.session.backend):
         raise ValueError(f"LoopedGPT2: backend={backend!r}, but the cache was made for {found.session.backend!r}")
     return found
@@ -305,5 +310,7 @@ def _the_cache(cache: LoopedCache | None, past_key_values: LoopedCache | None, b
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the next tokens, logits [B, T, V] against int64 [B, T]; -100 is left out."""
     if logits.shape[:2] != labels.shape:
-        raise ValueError(f"LoopedGPT2: labels are {list(labels.shape)}, the logits {list(logits.shape[:2])}; leave out logits_to_keep")
+        raise ValueError(
+            f"LoopedGPT2: labels are {list(labels.shape)}, the logits {list(logits.shape[:2])}; leave out logits_to_keep"
+        )
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device), ignore_index=-100)

@@ -13,7 +13,7 @@ GROWTH = 64  # places that room is made for at least
 
 
 class Slots:
-    """A pair of tensors [B, places, H, head_dim] per name. A row's tokens stand at its first places; what lies behind is unused.
+    """A pair of tensors [B, places, H, head_dim] per name. A row's tokens stand at its first places; the rest is unused.
 
     Where gradients are recorded, nothing is written in place.
     """
@@ -47,7 +47,7 @@ class Slots:
         return new[0][:, : chunk.n_seen], new[1][:, : chunk.n_seen]
 
     def carry(self, part: str, t: int, layer: int, chunk: Chunk) -> None:
-        """Tokens that have no loop t keep what they had at loop t - 1: fills their place in the slot of t, where that is new."""
+        """Tokens that have no loop t keep what they had at loop t - 1: fills the slot of t, where that is new."""
         before, name = self.name(part, t - 1, layer), self.name(part, t, layer)
         if before == name or t > self.policy.n_slots(t) or before not in self.pairs:  # a slot used before holds an earlier loop
             return
@@ -88,7 +88,10 @@ class Slots:
 
     def select(self, rows: Tensor) -> None:
         for name, pair in self.pairs.items():
-            self.pairs[name] = pair[0].index_select(0, rows.to(pair[0].device)), pair[1].index_select(0, rows.to(pair[1].device))
+            self.pairs[name] = (
+                pair[0].index_select(0, rows.to(pair[0].device)),
+                pair[1].index_select(0, rows.to(pair[1].device)),
+            )
 
     def copy(self) -> Slots:
         slots = Slots(self.policy)
