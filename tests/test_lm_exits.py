@@ -12,6 +12,7 @@ import looped
 from looped.exits import Contraction, ExitRule, Relative
 from looped.lm import TOKEN_RULES, ArgmaxStable, Gate, LoopedGPT2Config
 from looped.lm.exits import reads_logits, token_rule
+from looped.lm.model import CACHE_NAME
 from looped.loop import LoopSpec
 
 RULES = {
@@ -107,7 +108,7 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        solo.append((result.sequences[0, len(row) :], result.cache.n_loops[0], torch.stack(result.logits, 1)[0]))
+        solo.append((result.sequences[0, len(row) :], result[CACHE_NAME].n_loops[0], torch.stack(result.logits, 1)[0]))
     for order in ([0, 1, 2, 3], [3, 2, 0, 1], [2, 2, 0]):
         ids, mask = left_padded([rows[i] for i in order])
         result = model.generate(
@@ -122,8 +123,8 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
         for place, i in enumerate(order):
             new, used, logits = solo[i]
             assert result.sequences[place, ids.shape[1] :].tolist() == new.tolist()
-            assert result.cache.n_loops[place, -len(used) :].tolist() == used.tolist()
-            assert not result.cache.n_loops[place, : -len(used)].any()
+            assert result[CACHE_NAME].n_loops[place, -len(used) :].tolist() == used.tolist()
+            assert not result[CACHE_NAME].n_loops[place, : -len(used)].any()
             assert (torch.stack(result.logits, 1)[place] - logits).abs().max() <= EAGER_BATCH * logits.abs().max()
 
 

@@ -246,6 +246,7 @@ def test_the_configuration_is_that_of_the_one_model():
         ({"n_loop": 3}, "did you mean 'n_loops'"),
         ({"cache_polcy": "x"}, "did you mean 'cache_policy'"),
         ({"max_position_embedding": 3}, "unknown key"),
+        ({"temperature": 0.5}, "unknown key 'temperature'"),  # of a GenerationConfig: it would be dropped
         ({"input_kind": "states"}, "a language model needs 'tokens'"),
         ({"mask_kind": "full"}, "needs 'causal'"),
         ({"state_init": "given"}, "use zeros, ones or embedding"),
@@ -299,8 +300,9 @@ def tokenizer_folder(folder):
 def test_the_text_generation_pipeline_takes_it(tmp_path):
     tokenizer = tokenizer_folder(tmp_path)
     model = looped_lm(n_positions=64)
-    model.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    text = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")(["HELLO", "A"], batch_size=2)
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    text = generator(["HELLO", "A"], batch_size=2, generation_config=settings)
     for prompt, answer in zip(["HELLO", "A"], text, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)

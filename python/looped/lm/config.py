@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from looped.config import ELSEWHERE, LoopedConfig
 from looped.lm.exits import Exit, token_rule
@@ -35,8 +35,6 @@ KEYS_OF_TRANSFORMERS |= {
     "attn_implementation",
     "experts_implementation",
     "quantization_config",
-    "head_dtype",
-    "per_layer_config",
 }
 
 
@@ -108,8 +106,9 @@ class LoopedGPT2Config(PretrainedConfig):
             raise ValueError(
                 "LoopedGPT2Config: tie_word_embeddings contradicts tie_readout, which says the same; give the latter"
             )
-        if str(self.exit_gate) not in ("True", "False") or str(self.warm_start) not in ("True", "False"):
-            raise ValueError("LoopedGPT2Config: exit_gate and warm_start must be true or false")
+        for name in ("exit_gate", "warm_start", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"LoopedGPT2Config: {name}={getattr(self, name)!r} must be true or false")
         model = self.looped  # checks the fields
         self.head_dim, self.d_ff = model.head_dim, model.d_ff
         CachePolicy.parse(self.cache_policy)
@@ -162,7 +161,7 @@ class LoopedGPT2Config(PretrainedConfig):
 def check_names(kwargs: dict[str, Any]) -> None:
     """Raises ValueError that names the nearest field for a key that neither looped nor transformers has."""
     own = [field.name for field in dataclasses.fields(LoopedGPT2Config)]
-    known = {*own, *KEYS_OF_TRANSFORMERS, *GenerationConfig().to_dict(), "tie_word_embeddings"}
+    known = {*own, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
     for key in kwargs:
         if key in ELSEWHERE or (key not in known and not key.startswith("_")):
             nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, own, n=1, cutoff=0.0)[0]
