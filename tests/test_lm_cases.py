@@ -139,7 +139,7 @@ def test_empty_batches_rows_and_texts():
     for ids in (torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64)):
         with pytest.raises(ValueError, match="at least one row of one token"):
             model(ids)
-        with pytest.raises(ValueError, match="at least one row of one token"):
+        with pytest.raises(ValueError, match=r"at least one row of one token|row 0 has no token"):
             model.generate(ids, max_new_tokens=2, **QUIET)
     mask = torch.tensor([[1, 1, 1], [0, 0, 0], [0, 1, 1]])
     with pytest.raises(ValueError, match="row 1 has no token"):

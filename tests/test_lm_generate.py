@@ -45,7 +45,7 @@ import torch
 from language_models import gpt2, left_padded, looped_lm, pair, prompts
 from tolerances import FP32
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import LogitsProcessor, StoppingCriteria
+from transformers.generation import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from looped.lm import LoopedGPT2
@@ -69,7 +69,7 @@ CALLS = {
     "bias": {"sequence_bias": [[[5], 3.0], [[9, 3], -2.0]], "renormalize_logits": True},
     "decay": {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 9, "remove_invalid_values": True},
     "guidance": {"guidance_scale": 1.5},
-    "watermark": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash", "context_width": 2}},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash", context_width=2)},
     "chunked prefill": {"prefill_chunk_size": 2},
 }
 SETTINGS = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
@@ -264,8 +264,9 @@ def test_assisted_decoding_at_another_loop_count():
 
 def test_prompt_lookup():
     ours, ids = pair()[1], torch.tensor([[5, 9, 8, 5, 9, 8, 5, 9]])
-    plain = generate(ours, ids, max_new_tokens=12)
-    out = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3)
+    never = next(i for i in range(61) if i not in generate(ours, ids, max_new_tokens=12).sequences)
+    plain = generate(ours, ids, max_new_tokens=12, eos_token_id=never)
+    out = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3, eos_token_id=never)
     assert torch.equal(out.sequences, plain.sequences)
     end = plain.sequences[0, 10].item()
     stopped = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3, eos_token_id=end)

@@ -255,13 +255,15 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         """The cache that `generate` begins with; also the last look at its arguments before anything is computed."""
-        mask = model_kwargs.get("attention_mask")
-        n_tokens = max_cache_length + 1 if mask is None else max_cache_length + 1 - int((mask == 0).sum(1).min())
-        if batch_size == 0 or max_cache_length < 0:
-            raise ValueError("LoopedGPT2: generate got no rows or no tokens; pass at least one row of one token")
-        if mask is not None and not (lengths := mask.sum(1)).all():
-            row = int((lengths == 0).nonzero()[0, 0])
-            raise ValueError(f"LoopedGPT2: row {row} has no token that its attention_mask shows; drop it or mend the mask")
+        if batch_size == 0:
+            raise ValueError("LoopedGPT2: generate got a batch without rows; at least one row of one token is needed")
+        mask, n_tokens = model_kwargs.get("attention_mask"), max_cache_length + 1
+        if mask is not None:
+            own = mask.sum(1)
+            if not own.all():
+                row = int((own == 0).nonzero()[0, 0])
+                raise ValueError(f"LoopedGPT2: row {row} has no token that its attention_mask shows; drop it or mend the mask")
+            n_tokens -= mask.shape[1] - int(own.max())  # padding takes no positions
         if self.config.pos_kind == "learned" and n_tokens - 1 > self.config.n_positions:
             raise ValueError(
                 f"LoopedGPT2: {n_tokens} tokens were asked for, prompt and new ones together, but the model has "
