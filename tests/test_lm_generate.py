@@ -128,10 +128,12 @@ def test_same_tokens_and_scores(name, size):
             assert not ends.all(1).any()  # rows stopped, not all at once
 
 
-def test_a_chunk_of_padding_alone():
-    ours = pair()[1]
-    ids, mask = left_padded([[4, 5], [9, 8, 7, 6, 5]])
-    assert_same(*(generate(ours, ids, attention_mask=mask, **extra) for extra in ({}, {"prefill_chunk_size": 2})))
+@pytest.mark.parametrize("n_more", [0, 4])
+def test_a_chunk_of_padding_alone(n_more):
+    """Of one row, or of all."""
+    ids, mask = (torch.cat([torch.zeros(2, n_more, dtype=torch.int64), x], 1) for x in left_padded([[4, 5], [9, 8, 7, 6, 5]]))
+    for model in (pair()[1], looped_lm(n_prelude=1, n_coda=1, loop_norm="once", exit="kl")):
+        assert_same(*(generate(model, ids, attention_mask=mask, **extra) for extra in ({}, {"prefill_chunk_size": 2})))
 
 
 @pytest.mark.parametrize(
