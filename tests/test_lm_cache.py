@@ -206,6 +206,22 @@ def test_crop_forgets():
 
 
 @torch.no_grad()
+def test_crop_where_a_slot_has_not_grown_with_the_others():
+    """Calls without checks, or without loops, write fewer slots."""
+    model = looped_lm(n_prelude=1, n_coda=1, n_positions=200, loop_norm="once", dtype=torch.float64)
+    first, more = prompts(2, 5), prompts(2, 90, seed=1)
+    for rest in ({}, {"n_loops": 0}):
+        cache = model.make_cache()
+        model(first, cache=cache, exit="kl")
+        model(more, cache=cache, **rest)
+        cache.crop(-3)
+        again = model(more[:, -3:], cache=cache, **rest).logits
+        twin = model.make_cache()
+        model(first, cache=twin, exit="kl")
+        assert (again - model(more, cache=twin, **rest).logits[:, -3:]).abs().max() <= FP64
+
+
+@torch.no_grad()
 def test_what_a_row_lost_is_not_read():
     """A rejected draft that held NaN leaves no trace, in rows of different lengths neither."""
     model = looped_lm(n_loops=2, tie_readout=False, dtype=torch.float64)

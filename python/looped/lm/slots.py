@@ -51,8 +51,8 @@ class Slots:
         before, name = self.name(part, t - 1, layer), self.name(part, t, layer)
         if before == name or t > self.policy.n_slots(t) or before not in self.pairs:  # a slot used before holds an earlier loop
             return
-        source, target = self.pairs[before], self._with_room(name, self.pairs[before][0][:1, 0], chunk)
-        row, place = chunk.row, chunk.place
+        like, row, place = self.pairs[before][0][:1, 0], chunk.row, chunk.place
+        source, target = self._with_room(before, like, chunk), self._with_room(name, like, chunk)
         self.pairs[name] = _put(target[0], source[0][row, place], chunk), _put(target[1], source[1][row, place], chunk)
 
     def _with_room(self, name: Name, like: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -82,8 +82,9 @@ class Slots:
 
     def clear(self, chunk: Chunk) -> None:
         """Zeros at the chunk's places: attention gives what lies behind a row's tokens no weight, but 0 * NaN is NaN."""
-        for name, (keys, values) in self.pairs.items():
-            zeros = keys.new_zeros(chunk.n_tokens, *keys.shape[2:])
+        for name, pair in self.pairs.items():
+            zeros = pair[0].new_zeros(chunk.n_tokens, *pair[0].shape[2:])
+            keys, values = self._with_room(name, zeros, chunk)
             self.pairs[name] = _put(keys, zeros, chunk), _put(values, zeros, chunk)
 
     def select(self, rows: Tensor) -> None:
