@@ -1,6 +1,8 @@
 """The looped cache: policies, what generate does to it, and that it changes nothing that it should not."""
 
 import copy
+import dataclasses
+import math
 import pickle
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from language_models import contracting_lm, left_padded, looped_lm, pair, prompts
 from tolerances import FP32, FP64
 
+from looped.exits import Absolute
 from looped.lm import CachePolicy
 from looped.lm.model import CACHE_NAME
 from looped.lm.policy import POLICIES
@@ -76,15 +79,28 @@ def test_what_a_policy_keeps_is_what_its_table_says(name):
         assert (logits - model(torch.cat([ids, nxt], 1)).logits[:, -1:]).abs().max() > 1e-4  # stated as not exact
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlyFirst(Absolute):
+    """Lets the first of two tokens go, in the loops while both are there."""
+
+    def update(self, memory, step):
+        return super().update(memory, step) & (torch.arange(len(step.g)) == 0) & (len(step.g) == 2)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_left_early_fill_what_they_skipped(name):
     """A token decoded with few loops is, to later ones, as if its last loop had been repeated."""
     model, ids = looped_lm(n_loops=5, dtype=torch.float64), prompts(1, 4)
-    for n_loops in (1, 2, 3):
+    for n_loops, by_rule in ((1, False), (2, False), (3, False), (1, True), (3, True), (4, True)):
         cache = model.make_cache(name)
         model(ids, cache=cache)
-        model(ids[:, :1], cache=cache, n_loops=n_loops)
+        two = torch.cat([ids[:, :1], ids[:, :1]], 1)  # the second runs on where a rule decides
+        if by_rule:
+            model(two, cache=cache, exit=OnlyFirst(tol=math.inf, min_loops=n_loops))
+        else:
+            model(two, cache=cache, n_loops=n_loops)
+        assert cache.n_loops[0, 4:].tolist() == [n_loops, 5 if by_rule else n_loops]
         policy, slots = cache.session.policy, cache.session.slots
         for slot in range(policy.n_slots(5)):
             writers = [t for t in range(1, n_loops + 1) if policy.slot(t) == slot]
