@@ -1,5 +1,8 @@
 """Looped transformers: one block of weights applied to a prompt until its state stops changing."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from looped import exits, op
 from looped.accelerate import Anderson
 from looped.checkpoint import load_checkpoint, load_model, save_model
@@ -9,7 +12,26 @@ from looped.loop import Interrupted, LoopResult, LoopState, PromptResult, Status
 from looped.model import LoopedTransformer
 from looped.pretrained import load_pretrained
 
+if TYPE_CHECKING:
+    from looped.lm import LoopedGPT2, LoopedGPT2Config
+
 __version__ = "0.1.0"
+
+# Names that need transformers, which takes seconds to import, load on first use.
+LAZY = {"LoopedGPT2": "looped.lm", "LoopedGPT2Config": "looped.lm"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(import_module(LAZY[name]), name)
+    if name == "lm":
+        return import_module("looped.lm")
+    raise AttributeError(f"module 'looped' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *LAZY, "lm"})
+
 
 __all__ = [
     "Anderson",
@@ -17,6 +39,8 @@ __all__ = [
     "LoopResult",
     "LoopState",
     "LoopedConfig",
+    "LoopedGPT2",
+    "LoopedGPT2Config",
     "LoopedTransformer",
     "PromptResult",
     "Status",

@@ -1,9 +1,9 @@
 """Exit rules: when has a prompt stopped changing? The whole stopping rule is written out in docs/exits.md.
 
 A rule is a small frozen object. `start` makes what it must remember between checks and `update` says which units pass a
-check. A unit is a prompt, or a token where `scope="prefix"`. Counting passes in a row, `min_loops`, `check_every` and stalls
-are the same for every rule and stand in `Watch`. A rule of your own is a subclass with an `update`; it runs on the eager
-backend.
+check. A unit is a prompt, or a token where `scope` is "prefix" or "token". Counting passes in a row, `min_loops`,
+`check_every` and stalls are the same for every rule and stand in `Watch`. A rule of your own is a subclass with an `update`;
+it runs on the eager backend.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Step(NamedTuple):
     rho: float64, the rate (s / s_p)^(1 / (t - t_p)) since the previous check, NaN where there is none.
     state, image: Y and F = M(Y), [n, T, C]. predict: reads the predictions of F, [n, N] or [n, N, classes], when called.
     phi: the rounding level of the arithmetic. read_stride: tokens between two predictions.
+    gate: the logits of the model's exit gate on F, one per unit, where it has one (language models).
     """
 
     t: Tensor
@@ -50,6 +51,7 @@ class Step(NamedTuple):
     predict: Callable[[], Tensor]
     phi: float
     read_stride: int
+    gate: Callable[[], Tensor] | None = None
 
     @property
     def is_per_token(self) -> bool:
@@ -63,7 +65,8 @@ class ExitRule:
 
     check_every: the rule is asked at loops that are a multiple of this.
     min_loops: no exit before this many loops.
-    scope: ``"prompt"``, or ``"prefix"``: every token is judged, and the longest prefix that has passed is frozen.
+    scope: ``"prompt"``; ``"prefix"``: every token is judged, and the longest prefix that has passed is frozen; or
+        ``"token"``: every token stops by itself (language models, `looped.lm`).
     stall_window: checks in a row without progress (g below 0.9 of its best) that make a stall.
     """
 
@@ -78,8 +81,8 @@ class ExitRule:
     def __post_init__(self) -> None:
         for name, least in (("check_every", 1), ("min_loops", 0), ("stall_window", 1)):
             self._check_counter(name, least)
-        if self.scope not in ("prompt", "prefix"):
-            raise ValueError(f"{type(self).__name__}: scope={self.scope!r} is not one of prompt, prefix")
+        if self.scope not in ("prompt", "prefix", "token"):
+            raise ValueError(f"{type(self).__name__}: scope={self.scope!r} is not one of prompt, prefix, token")
 
     def _check_counter(self, name: str, least: int) -> None:
         value = getattr(self, name)

@@ -44,6 +44,8 @@ class LoopSpec:
             raise ValueError(f"solve: min_loops={self.rule.min_loops} is more than n_loops={self.n_loops}")
         if isinstance(self.rule, Exact) and self.accelerate is not None:
             raise ValueError('solve: exit="exact" is for programs, which are never accelerated; drop accelerate')
+        if self.rule.scope == "token":
+            raise ValueError('solve: scope="token" is for language models (looped.lm); use scope="prefix" or "prompt"')
         if self.rule.scope == "prefix" and (self.accelerate is not None or self.on_stall == "damp"):
             raise ValueError(
                 'solve: scope="prefix" needs plain iteration, because Anderson steps and damping make a token depend on '

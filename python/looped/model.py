@@ -226,10 +226,12 @@ class LoopedTransformer(nn.Module):
         if self.config.readout == "none":
             return clear_padding(Y, own)
         stride = self.config.read_stride
-        Y = Y[:, ::stride]
+        return clear_padding(self.head(Y[:, ::stride]), None if own is None else own[:, ::stride])
+
+    def head(self, Y: Tensor) -> Tensor:
+        """Predictions [...] (scalar) or [..., classes or vocabulary] from what the coda and the final norm made of a state."""
         logits = F.linear(Y, self.embedding.weight) if self.config.tie_readout else self.read_out(Y)
-        predictions = logits.squeeze(-1) if self.config.readout == "scalar" else logits
-        return clear_padding(predictions, None if own is None else own[:, ::stride])
+        return logits.squeeze(-1) if self.config.readout == "scalar" else logits
 
     # The pass -----------------------------------------------------------------------------------------------------
 
