@@ -110,6 +110,24 @@ def test_tokens_that_left_early_fill_what_they_skipped(name):
             assert slots.pairs["core", slot, 0][0][:, 4].abs().sum() > 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_left_does_not_lose_the_loops_it_ran(name):
+    """The first token of a text sees itself alone, so its keys of each loop are the same under every policy."""
+    model, ids = looped_lm(n_loops=6, dtype=torch.float64), prompts(1, 2)
+    exact = model.make_cache("per_loop")
+    model(ids, cache=exact)
+    for used in range(1, 6):
+        cache = model.make_cache(name)
+        model(ids, cache=cache, exit=OnlyFirst(tol=math.inf, min_loops=used))
+        assert cache.n_loops[0].tolist() == [used, 6]
+        policy = cache.session.policy
+        for slot in range(policy.n_slots(6)):
+            loop = max((t for t in range(1, used + 1) if policy.slot(t) == slot), default=used)
+            keys, expected = (c.session.slots.pairs["core", s, 0][0][0, 0] for c, s in ((cache, slot), (exact, loop - 1)))
+            assert (keys - expected).abs().max() <= FP64
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_generates(name):
     model = contracting_lm(n_loops=6, cache_policy=name)

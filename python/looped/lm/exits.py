@@ -40,14 +40,23 @@ class TokenRule(ExitRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyDifference(TokenRule):
-    """|H(p_t) - H(p_s)| <= tol, p_t being the distribution after loop t, s the check before and H the entropy in nats."""
+class DistributionRule(TokenRule):
+    """A rule on the change of the next-token distribution since the check before; tol = 0 means `Fixed`."""
 
     tol: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_number("tol", 0)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.tol == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyDifference(DistributionRule):
+    """|H(p_t) - H(p_s)| <= tol, p_t being the distribution after loop t, s the check before and H the entropy in nats."""
 
     def start(self, g: Tensor) -> Memory:
         return {"entropy": torch.full_like(g, torch.nan)}
@@ -62,14 +71,8 @@ class EntropyDifference(TokenRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLDivergence(TokenRule):
+class KLDivergence(DistributionRule):
     """KL(p_t || p_s) <= tol in nats, p_t being the distribution after loop t and s the check before."""
-
-    tol: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_number("tol", 0)
 
     def update(self, memory: Memory, step: Step) -> Tensor:
         log_p = _log_probabilities(step)
