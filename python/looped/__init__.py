@@ -11,6 +11,7 @@ from looped.engine import repack, solve, solve_iter
 from looped.loop import Interrupted, LoopResult, LoopState, PromptResult, Status
 from looped.model import LoopedTransformer
 from looped.pretrained import load_pretrained
+from looped.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from looped.lm import LoopedGPT2, LoopedGPT2Config
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 # Names that need transformers, which takes seconds to import, load on first use.
 LAZY = {"LoopedGPT2": "looped.lm", "LoopedGPT2Config": "looped.lm"}
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
