@@ -10,6 +10,8 @@
 #include <optional>
 #include <thread>
 
+#include "block/float_mode.hpp"
+
 namespace looped::batch {
 namespace {
 
@@ -70,18 +72,6 @@ private:
     size_t n_running_;
     std::optional<size_t> failed_;  // the first prompt that did
     char what_[256] = "";
-};
-
-// Keeps the float mode of the thread that makes it, and gives it back at the end.
-class FloatMode {
-public:
-    FloatMode() { std::fegetenv(&mode_); }
-    ~FloatMode() { std::fesetenv(&mode_); }
-    FloatMode(const FloatMode&) = delete;
-    FloatMode& operator=(const FloatMode&) = delete;
-
-private:
-    std::fenv_t mode_;
 };
 
 // make_worker(team) gives what one thread, the leader of the team, does with a prompt: worker(prompt), which returns whether it has
@@ -147,7 +137,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
                 progress.leave();
             }
         }
-        const FloatMode callers;
+        const block::FloatMode callers;
         work_here();
         progress.wait();
     }
