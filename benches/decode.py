@@ -121,7 +121,9 @@ def gpt2_of(model: LoopedTransformer) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     own = model.config
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=own.n_positions, n_embd=own.d_model, n_layer=own.n_core, n_head=own.n_heads)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=own.n_positions, n_embd=own.d_model, n_layer=own.n_core, n_head=own.n_heads
+    )
     theirs = GPT2LMHeadModel(config).eval()
     names = {"norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc"}
     names |= {"mlp.proj": "mlp.c_proj"}

@@ -117,39 +117,27 @@ def test_every_kind_of_model_agrees_with_the_definition(changes, dtype):
 
 RULES = {
     "fixed": Fixed(),
-    "contraction": Contraction(tol=0.05),
-    "contraction every 2": Contraction(tol=0.05, check_every=2),
+    "contraction": Contraction(tol=0.4),
+    "contraction every 2": Contraction(tol=0.4, check_every=2),
     "relative": Relative(tol=0.2),
-    "relative, late": Relative(tol=0.5, min_loops=4),
+    "relative, late": Relative(tol=0.2, min_loops=6),
     "absolute": Absolute(tol=1.0),
     "exact": Exact(),
 }
 
 
-def assert_away_from_equality(model, rows, n_loops, rule):
-    """That float32 cannot decide otherwise: the loops of tolerances slightly off are the same."""
-    if not getattr(rule, "tol", 0):
-        return
-    fields = {name: value for name, value in vars(rule).items()}
-    for off in (1 - 1e-3, 1 + 1e-3):
-        near = type(rule)(**(fields | {"tol": rule.tol * off}))
-        for (_, a, _), (_, b, _) in zip(reference(model, rows, n_loops, rule), reference(model, rows, n_loops, near), strict=True):
-            assert a.tolist() == b.tolist(), "choose another seed"
-
-
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("shape", ["looped", "prelude and coda", "from the embedding"])
 def test_tokens_leave_by_their_own_rule(rule, shape):
-    model = language_model(torch.float32, std=0.08, **SHAPES[shape])
+    model = language_model(std=0.12, **SHAPES[shape])
     rows = texts(21, 3, 8)
-    assert_away_from_equality(model, rows, 9, rule)
     hidden, loops = Decoder(model).in_parts(rows, [[20, 1, 0], [1, 2, 8]], 9, rule)
     seen = set()
     for got, n, (want, n_used, _) in zip(hidden, loops, reference(model, rows, 9, rule), strict=True):
         assert n.tolist() == n_used.tolist()
-        assert_near(got, want, FP32)
+        assert_near(got, want, FP64)
         seen |= set(n_used.tolist())
-    if rule.tol if hasattr(rule, "tol") else False:
+    if not rule.is_fixed and not isinstance(rule, Exact) and (shape != "prelude and coda" or isinstance(rule, Relative)):
         assert len(seen) > 1, seen  # tokens differ
 
 
@@ -398,7 +386,9 @@ def test_an_edit_shows_where_rows_begin_anew():
         model.core[0].mlp.fc.weight.data.mul_(1.5)
     decoder.session.reset()
     assert torch.equal(decoder(rows).hidden, Decoder(model)(rows).hidden)
-    assert_near(decoder.session.copy().head(torch.ones(1, 48, dtype=torch.float64)), model.embedding.weight.sum(1)[None].detach(), FP64)
+    assert_near(
+        decoder.session.copy().head(torch.ones(1, 48, dtype=torch.float64)), model.embedding.weight.sum(1)[None].detach(), FP64
+    )
 
 
 def test_values_that_are_not_finite_stay_in_their_row():
@@ -433,7 +423,11 @@ def test_what_is_refused_changes_nothing():
     common = dict(n_loops=3, rule=Fixed())
     cases = [
         (ValueError, "row 0 has 97 tokens but the model has 96 positions", lambda: decoder([texts(7)[0], rows[1]])),
-        (ValueError, "position 96 does not lie in 0 .. 95", lambda: session.extend(embeds, [1, 1], positions=torch.tensor([0, 96]), **common)),
+        (
+            ValueError,
+            "position 96 does not lie in 0 .. 95",
+            lambda: session.extend(embeds, [1, 1], positions=torch.tensor([0, 96]), **common),
+        ),
         (ValueError, "lengths are of 1 rows, but the session has 2", lambda: session.extend(embeds, [2], **common)),
         (ValueError, "lengths must sum to the 2 rows", lambda: session.extend(embeds, [2, 1], **common)),
         (ValueError, "row 1 has length -1", lambda: session.extend(embeds, [3, -1], **common)),
@@ -466,7 +460,7 @@ def test_models_that_cannot_decode_are_refused():
 
 def test_an_interrupt_leaves_the_rows_as_they_were():
     model = language_model(torch.float32, d_model=96, n_heads=3, std=0.05)
-    decoder = Decoder(model)
+    decoder = Decoder(model, policy("last_only"))
     rows = texts(10, 3)
     decoder(rows)
     threading.Timer(0.3, _thread.interrupt_main).start()
@@ -476,8 +470,22 @@ def test_an_interrupt_leaves_the_rows_as_they_were():
     assert time.perf_counter() - start < 5
     assert decoder.session.lengths == [10, 3]
     more = texts(1, 1)
-    want = Decoder(model)([torch.cat(pair) for pair in zip(rows, more, strict=True)]).hidden
-    assert torch.equal(decoder(more).hidden, want[[10, 14]])
+    undisturbed = Decoder(model, policy("last_only"))
+    undisturbed(rows)
+    assert torch.equal(decoder(more).hidden, undisturbed(more).hidden)
+
+
+def test_slots_are_made_as_loops_come_to_them():
+    """As many loops as nobody has memory for, of which tokens that leave early run a few."""
+    model = language_model(std=0.08)
+    rows, rule = texts(30), Relative(tol=0.2)
+    out = Decoder(model)(rows, 10**6, rule)
+    assert_near(out.hidden, reference(model, rows, 40, rule)[0][0], FP64)
+    late = Relative(tol=0.9, min_loops=37)  # beyond the slots that are made at first
+    hidden, loops = Decoder(model).in_parts(rows, [[20], [1], [9]], 10**6, late)
+    whole = reference(model, rows, 50, late)[0]
+    assert loops[0].tolist() == whole[1].tolist()
+    assert_near(hidden[0], whole[0], FP64)
 
 
 def test_two_threads_at_once_are_told_and_copies_serve_them():

@@ -16,6 +16,8 @@ using block::LoopNorm;
 
 namespace {
 
+constexpr size_t slots_at_first = 16;
+
 long own_process() {
 #if defined(__unix__) || defined(__APPLE__)
     return long(::getpid());
@@ -144,7 +146,8 @@ bool Session<T>::extend(const Extension<T>& extension, const Spec& spec, const C
             }
         }
         run.n_slots = policy_.n_slots(size_t(spec.n_loops));
-        cache_.deepen(run.n_slots);
+        // Slots for loops that every token may have left before are made when one comes to them.
+        cache_.deepen(spec.is_fixed() ? run.n_slots : std::min(run.n_slots, slots_at_first));
         for (size_t row = 0; row < extension.lengths.size(); ++row) cache_.make_room(row, extension.lengths[row]);
         if (n_tokens > n_room_ || n_tokens < n_room_ / 4) {
             n_room_ = 0;
@@ -250,6 +253,7 @@ bool Session<T>::loop(Run& run, size_t t) {
     const block::Shape& shape = model_->shape;
     const block::Kernels<T>& kernels = *model_->kernels;
     const size_t n = run.moving.size();
+    if (policy_.slot(t) >= cache_.n_slots()) cache_.deepen(std::min(run.n_slots, 2 * cache_.n_slots()));
     const Rows<T> state = state_.rows(run.tokens.size()), signal = signal_.rows(run.tokens.size()), image = image_.rows(n);
     for (size_t k = 0; k < n; ++k) {
         const size_t i = run.moving[k], position = run.tokens[i].position;
