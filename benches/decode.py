@@ -4,10 +4,11 @@
 
 Shapes: looped256 (C 256, 4 layers, 8 loops), looped768 (C 768, 2 layers, 4 loops) and gpt2 (C 768, 12 layers, 1 loop, as a
 looped transformer), each with GPT-2's vocabulary of 50257 ids, random float32 weights and a batch B1 or B16. Prompts have 8
-tokens. In every round each way runs once in turn; figures are medians of the rounds. Beside them stands the memory bandwidth
-that the same threads reach in the same round, with which a token cannot be faster than the bytes that it moves: all weights
-of a loop for every loop, the head, and the keys and values that it attends to, the weights shared by the rows of a batch.
-Where the weights of the loop fit a cache, all loops but the first are held against the bandwidth of that cache.
+tokens. In every round each way runs once in turn; figures are medians of the rounds. Beside them stand the memory bandwidth and
+the FMA peak that the same threads reach in the same round. No step can be faster than the bytes that it moves, which are the
+weights of the loop for every loop and the head, both once for all rows of a batch, and the keys and values that it attends
+to; nor than its multiply-adds. Where the weights of the loop fit a cache, all loops but the first are held against the
+bandwidth of that cache.
 
     ours        the session: embedding, extend, head and argmax, a token at a time
     cpu         LoopedGPT2.generate(backend="cpu"), where this installation has it
@@ -17,7 +18,7 @@ Where the weights of the loop fit a cache, all loops but the first are held agai
 The new tokens of all ways are compared first: float32 rounding may part them where two logits are equal to six digits.
 
 --json writes one row per (shape, way): shape, way, threads, ms_per_token (a step of the whole batch), tokens_per_second,
-mb_per_token, bound_fraction, gb_per_second_memory, gb_per_second_core, same_tokens, rounds.
+mb_per_token, bound, bound_fraction, gb_per_second_memory, gb_per_second_core, gflops_peak, same_tokens, rounds.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def measure(kind: str, n_rows: int, options: argparse.Namespace) -> list[dict[st
     ways = ways_of(kind, model, prompts, n_new, n_threads)
     loop, head, kept = bytes_of(config, n_rows, n_new)
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    memory, core, tokens = [], [], {}
+    memory, core, peak, tokens = [], [], [], {}
     with torch.no_grad():
         for way in ways:
             torch.set_num_threads(way.n_threads)
@@ -165,6 +166,7 @@ def measure(kind: str, n_rows: int, options: argparse.Namespace) -> list[dict[st
         for _ in range(options.rounds):
             memory.append(cpu._engine.read_bandwidth(n_threads, int(max(loop + head, 1 << 28)), 0.3))
             core.append(cpu._engine.read_bandwidth(n_threads, int(loop), 0.3))
+            peak.append(cpu._engine.fma_peak(n_threads, 0.2))
             for way in ways:
                 torch.set_num_threads(way.n_threads)
                 time.sleep(0.05)  # threads of the way before still spin
@@ -172,7 +174,11 @@ def measure(kind: str, n_rows: int, options: argparse.Namespace) -> list[dict[st
                 way.call()
                 seconds[way.name].append(time.perf_counter() - begin)
     from_memory, from_core = statistics.median(memory), statistics.median(core)
-    bound = (loop + head + kept) / from_memory / 1e9 + (config.n_loops - 1) * loop / max(from_core, from_memory) / 1e9
+    by_memory = (loop + head + kept) / from_memory / 1e9 + (config.n_loops - 1) * loop / max(from_core, from_memory) / 1e9
+    by_work = (
+        (n_rows * (config.n_loops * loop + head) + kept) / 2 / (statistics.median(peak) * 1e9)
+    )  # two a weight of four bytes
+    bound = max(by_memory, by_work)
     rows = []
     for way in ways:
         step = statistics.median(seconds[way.name]) / n_new
@@ -184,9 +190,11 @@ def measure(kind: str, n_rows: int, options: argparse.Namespace) -> list[dict[st
                 "ms_per_token": 1e3 * step,
                 "tokens_per_second": n_rows / step,
                 "mb_per_token": (config.n_loops * loop + head + kept) / n_rows / 1e6,
+                "bound": "memory" if bound == by_memory else "multiply-adds",
                 "bound_fraction": bound / step,
                 "gb_per_second_memory": from_memory,
                 "gb_per_second_core": from_core,
+                "gflops_peak": statistics.median(peak),
                 "same_tokens": float((tokens[way.name] == tokens["ours"]).mean()),
                 "rounds": options.rounds,
             }
@@ -197,8 +205,10 @@ def measure(kind: str, n_rows: int, options: argparse.Namespace) -> list[dict[st
 def table(rows: list[dict[str, Any]]) -> Table:
     first = rows[0]
     title = f"{first['shape']}: {first['mb_per_token']:.1f} MB a token; memory {first['gb_per_second_memory']:.1f} GB/s, "
-    result = Table(title=title + f"weights of the loop {first['gb_per_second_core']:.1f} GB/s")
-    for column in ("way", "threads", "ms a step", "tokens/s", "share of the bound", "ours is faster by", "same tokens"):
+    title += f"weights of the loop {first['gb_per_second_core']:.1f} GB/s, {first['gflops_peak']:.0f} GFLOP/s; "
+    title += f"bound by {first['bound']}"
+    result = Table(title=title)
+    for column in ("way", "threads", "ms a step", "tokens/s", "of the bound", "ours faster by", "same tokens"):
         result.add_column(column, justify="left" if column == "way" else "right")
     for row in rows:
         result.add_row(

@@ -118,7 +118,7 @@ def test_every_kind_of_model_agrees_with_the_definition(changes, dtype):
 RULES = {
     "fixed": Fixed(),
     "contraction": Contraction(tol=0.4),
-    "contraction every 2": Contraction(tol=0.4, check_every=2),
+    "contraction every 2": Contraction(tol=0.6, check_every=2),
     "relative": Relative(tol=0.2),
     "relative, late": Relative(tol=0.2, min_loops=6),
     "absolute": Absolute(tol=1.0),
@@ -137,7 +137,7 @@ def test_tokens_leave_by_their_own_rule(rule, shape):
         assert n.tolist() == n_used.tolist()
         assert_near(got, want, FP64)
         seen |= set(n_used.tolist())
-    if not rule.is_fixed and not isinstance(rule, Exact) and (shape != "prelude and coda" or isinstance(rule, Relative)):
+    if not rule.is_fixed and not isinstance(rule, Exact) and (shape != "prelude and coda" or rule == RULES["relative"]):
         assert len(seen) > 1, seen  # tokens differ
 
 
@@ -386,9 +386,8 @@ def test_an_edit_shows_where_rows_begin_anew():
         model.core[0].mlp.fc.weight.data.mul_(1.5)
     decoder.session.reset()
     assert torch.equal(decoder(rows).hidden, Decoder(model)(rows).hidden)
-    assert_near(
-        decoder.session.copy().head(torch.ones(1, 48, dtype=torch.float64)), model.embedding.weight.sum(1)[None].detach(), FP64
-    )
+    logits = decoder.session.copy().head(torch.ones(1, 48, dtype=torch.float64))
+    assert_near(logits, model.embedding.weight.sum(1)[None].detach(), FP64)
 
 
 def test_values_that_are_not_finite_stay_in_their_row():
@@ -420,13 +419,13 @@ def test_what_is_refused_changes_nothing():
     rows = texts(90, 2)
     before = decoder(rows)
     session, embeds = decoder.session, torch.zeros(2, 48, dtype=torch.float64)
-    common = dict(n_loops=3, rule=Fixed())
+    common, beyond = dict(n_loops=3, rule=Fixed()), torch.tensor([0, 96])
     cases = [
         (ValueError, "row 0 has 97 tokens but the model has 96 positions", lambda: decoder([texts(7)[0], rows[1]])),
         (
             ValueError,
             "position 96 does not lie in 0 .. 95",
-            lambda: session.extend(embeds, [1, 1], positions=torch.tensor([0, 96]), **common),
+            lambda: session.extend(embeds, [1, 1], positions=beyond, **common),
         ),
         (ValueError, "lengths are of 1 rows, but the session has 2", lambda: session.extend(embeds, [2], **common)),
         (ValueError, "lengths must sum to the 2 rows", lambda: session.extend(embeds, [2, 1], **common)),

@@ -1,4 +1,4 @@
-"""The C++ session against the eager one of looped.lm: rules that read the head, policies, and what only a language model asks."""
+"""The C++ session against the eager one of looped.lm: rules that read the head, and policies."""
 
 import pytest
 import torch

@@ -14,7 +14,6 @@ LOOPED_INLINE void multiply_panels(const typename V::Scalar* a, size_t a_stride,
                                    size_t depth, V (&sum)[n_rows][2 * n_panels]) {
     using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
-    constexpr size_t ahead = 1024 / sizeof(T);  // numbers of each panel that are asked for before their turn
     simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
         simd::static_for<2 * n_panels>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::zero(); });
     });
@@ -23,7 +22,6 @@ LOOPED_INLINE void multiply_panels(const typename V::Scalar* a, size_t a_stride,
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) { x[r] = V::broadcast(a[size_t(r) * a_stride + k]); });
         simd::static_for<n_panels>([&](auto p) __attribute__((always_inline)) {
             const T* b = panels[p] + k * panel;
-            for (size_t line = 0; line < panel * sizeof(T); line += 64) __builtin_prefetch(b + ahead + line / sizeof(T));
             simd::static_for<2>([&](auto c) __attribute__((always_inline)) {
                 V column = V::load(b + c * V::width);
                 simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {

@@ -27,6 +27,9 @@ void score_pages(const PagedAttention<typename V::Scalar>& job, size_t n_keys) n
     };
     size_t page = 0;
     for (; page + together <= n_pages; page += together) score(page, std::integral_constant<int, together>{});
+    if constexpr (together > 2) {
+        for (; page + 2 <= n_pages; page += 2) score(page, std::integral_constant<int, 2>{});
+    }
     for (; page < n_pages; ++page) score(page, std::integral_constant<int, 1>{});
 }
 

@@ -1,6 +1,7 @@
 #include "decode/layers.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 namespace looped::decode {
 
@@ -85,39 +86,74 @@ void Layers<T>::write(Rows<const T> qkv, std::span<const Token> tokens, T* const
     }
 }
 
+// The tokens of each row, and how many keys each token sees. Returns the multiply-adds of their attention.
 template <class T>
-void Layers<T>::attend(Rows<T> qkv, Rows<T> out, std::span<const Token> tokens, const Cache<T>& cache, size_t keys, size_t values) {
-    const size_t H = model_.shape.n_heads, d = model_.shape.head_dim, panel = model_.kernels->panel;
+double Layers<T>::take_segments(std::span<const Token> tokens) {
     segments_.clear();
     n_seen_.resize(tokens.size());
     double operations = 0;
     for (size_t i = 0; i < tokens.size(); ++i) {
         n_seen_[i] = tokens[i].place + 1;
-        operations += 2.0 * double(n_seen_[i] * H * d);
+        operations += 2.0 * double(n_seen_[i] * model_.shape.attention_width());
         if (i == 0 || tokens[i].row != tokens[i - 1].row) segments_.emplace_back(i, i);
         segments_.back().second = i + 1;
     }
-    split(segments_.size() * H, operations, [&](Share share, size_t member) noexcept {
-        for (size_t item = share.begin; item < share.end; ++item) {
-            const auto [begin, end] = segments_[item / H];
-            const size_t head = item % H;
-            T* const* pages = cache.pages(tokens[begin].row);
-            write(qkv.between(begin, end), tokens.subspan(begin, end - begin), pages, head, keys, values);
-            for (size_t first = begin; first < end; first += model_.kernels->tile_rows) {
-                const size_t last = std::min(end, first + model_.kernels->tile_rows);
-                Rows<const T> queries = qkv.between(first, last).from_column(head * d);
-                queries.width = d;
-                Rows<T> own = out.between(first, last).from_column(head * d);
-                own.width = d;
-                model_.kernels->attend_pages({.queries = queries,
-                                              .n_seen = n_seen_.data() + first,
-                                              .pages = pages,
-                                              .keys = keys + head * d * panel,
-                                              .values = values + head * d * panel,
-                                              .out = own,
-                                              .scores = scores_[member].rows(model_.kernels->tile_rows)});
-                if (stop_->is_made()) return;
-            }
+    return operations;
+}
+
+// One head of one row: its new keys and values into the cache, and its attention.
+template <class T>
+void Layers<T>::attend(const Attending& job, size_t segment, size_t head, size_t member) const noexcept {
+    const size_t d = model_.shape.head_dim, panel = model_.kernels->panel, tile = model_.kernels->tile_rows;
+    const auto [begin, end] = segments_[segment];
+    T* const* pages = job.cache.pages(job.tokens[begin].row);
+    write(job.qkv.between(begin, end), job.tokens.subspan(begin, end - begin), pages, head, job.keys, job.values);
+    for (size_t first = begin; first < end && !stop_->is_made(); first += tile) {
+        const size_t last = std::min(end, first + tile);
+        Rows<const T> queries = job.qkv.between(first, last).from_column(head * d);
+        queries.width = d;
+        Rows<T> own = job.out.between(first, last).from_column(head * d);
+        own.width = d;
+        model_.kernels->attend_pages({.queries = queries,
+                                      .n_seen = n_seen_.data() + first,
+                                      .pages = pages,
+                                      .keys = job.keys + head * d * panel,
+                                      .values = job.values + head * d * panel,
+                                      .out = own,
+                                      .scores = scores_[member].rows(tile)});
+    }
+}
+
+// Queries, keys, values and attention. Where heads end with panels, and there are enough for all members, a member goes on with those
+// whose queries it has just made.
+template <class T>
+template <class Input>
+void Layers<T>::mix(const PackedMatrix<T>& w, const Attending& job, const Input& input) {
+    const size_t n = job.qkv.n_rows, H = model_.shape.n_heads, d = model_.shape.head_dim, A = model_.shape.attention_width();
+    const size_t panel = model_.kernels->panel, unit = std::lcm(d, panel), n_units = A / unit;
+    const double attention = take_segments(job.tokens);
+    if (n > most_by_columns || A % unit != 0 || n_units % team_->size() != 0) {
+        multiply(n, w, job.qkv, false, Activation::none, input);
+        split(segments_.size() * H, attention, [&](Share share, size_t member) noexcept {
+            for (size_t item = share.begin; item < share.end; ++item) attend(job, item / H, item % H, member);
+        });
+        return;
+    }
+    split(n_units, attention + double(n) * double(w.n_in) * double(w.n_out), [&](Share share, size_t member) noexcept {
+        const Rows<const T> a = input(Share{0, n}, member);
+        for (size_t part = 0; part < 3; ++part) {
+            const size_t first = part * A + share.begin * unit;
+            model_.kernels->product_by_columns({.a = a,
+                                                .panels = w.panels.data() + first * w.n_in,
+                                                .bias = w.bias.data() + first,
+                                                .n_columns = (share.end - share.begin) * unit,
+                                                .out = job.qkv.from_column(first),
+                                                .adds_to_out = false,
+                                                .activation = Activation::none,
+                                                .stop = stop_});
+        }
+        for (size_t head = share.begin * unit / d; head < share.end * unit / d; ++head) {
+            for (size_t segment = 0; segment < segments_.size(); ++segment) attend(job, segment, head, member);
         }
     });
 }
@@ -138,8 +174,7 @@ bool Layers<T>::run(const block::Layer<T>& layer, Rows<T> x, std::span<const Tok
         return [all](Share share, size_t) -> Rows<const T> { return all.between(share.begin, share.end); };
     };
     const Rows<T> qkv = qkv_.rows(n), attended = attended_.rows(n), hidden = hidden_.rows(n);
-    multiply(n, layer.qkv, qkv, false, Activation::none, normed);
-    attend(qkv, attended, tokens, cache, cache.keys(part, slot, index), cache.values(part, slot, index));
+    mix(layer.qkv, {qkv, attended, tokens, cache, cache.keys(part, slot, index), cache.values(part, slot, index)}, normed);
     multiply(n, layer.proj, x, true, Activation::none, rows_of(attended));
     multiply(n, layer.fc, hidden, false, shape.activation, normed);
     multiply(n, layer.down, x, true, Activation::none, rows_of(hidden));

@@ -45,7 +45,17 @@ private:
 
     template <class Input>
     void multiply(size_t n, const PackedMatrix<T>& w, Rows<T> out, bool adds_to_out, block::Activation activation, const Input& input);
-    void attend(Rows<T> qkv, Rows<T> out, std::span<const Token> tokens, const Cache<T>& cache, size_t keys, size_t values);
+    // A layer's attention: tokens with their queries, keys and values, and where in the cache the latter belong.
+    struct Attending {
+        Rows<T> qkv, out;
+        std::span<const Token> tokens;
+        const Cache<T>& cache;
+        size_t keys, values;
+    };
+    template <class Input>
+    void mix(const PackedMatrix<T>& w, const Attending& job, const Input& input);
+    double take_segments(std::span<const Token> tokens);
+    void attend(const Attending& job, size_t segment, size_t head, size_t member) const noexcept;
     void write(Rows<const T> qkv, std::span<const Token> tokens, T* const* pages, size_t head, size_t keys,
                size_t values) const noexcept;
 

@@ -28,8 +28,8 @@ class Engine:
     ) -> Session32 | Session64:
         """An empty session of this model, for n_rows rows or (0) as many as the first call has.
 
-        policy: per_loop, last_only, modulo (of period) or first_then_shared. gate: [C] and [1]. Raises ValueError for a model that
-        cannot decode.
+        policy: per_loop, last_only, modulo (of period) or first_then_shared. gate: [C] and [1]. Raises ValueError for a model
+        that cannot decode.
         """
 
     def embed(self, prompts: np.ndarray, lengths: np.ndarray | None = None, n_threads: int = 1) -> np.ndarray:

@@ -1,8 +1,8 @@
 """`CpuSession`: decoding of looped language models on the C++ engine, with weights and a cache in layouts of its own.
 
-A session holds ragged rows of tokens and extends them: all loops and layers of a call's tokens at once, without the GIL. A token's
-result depends on its own row alone: the same bits alone and in any batch, at any thread count, and with the cache policy
-per_loop in any split of the row into calls.
+A session holds ragged rows of tokens and extends them: all loops and layers of a call's tokens at once, without the GIL. A
+token's result depends on its own row alone: the same bits alone and in any batch, at any thread count, and with the cache
+policy per_loop in any split of the row into calls.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def why_not(model: LoopedTransformer) -> str | None:
 class CpuSession:
     """Rows of tokens and what is kept of them, on the C++ engine. It is for one thread at a time; `copy` gives another its own.
 
-    The weights are packed once for a model, and looked at again where rows begin anew: an edit while rows have tokens shows after
-    `reset`. Inference only. Raises ValueError where `why_not` has a reason, RuntimeError where two threads call at once, and
-    KeyboardInterrupt within 0.1 s of Ctrl-C, which leaves the rows as they were.
+    The weights are packed once for a model, and looked at again where rows begin anew: an edit while rows have tokens shows
+    after `reset`. Inference only. Raises ValueError where `why_not` has a reason, RuntimeError where two threads call at once,
+    and KeyboardInterrupt within 0.1 s of Ctrl-C, which leaves the rows as they were.
     """
 
     backend = "cpu"
@@ -99,7 +99,7 @@ class CpuSession:
     ) -> Extension:
         """Append tokens to the rows and compute them.
 
-        embeds: [N, C] of the model's dtype, token embeddings without positions: the new tokens of row 0, then those of row 1, ...
+        embeds: [N, C] of the model's dtype, token embeddings without positions: the new tokens of row 0, then of row 1, ...
         lengths: new tokens of each row, 0 allowed; N is their sum.
         n_loops: loops to run at most. rule: judges every token by itself.
         positions: int64 [N] rows of the position table; by default each row counts on from its cached length.
@@ -133,10 +133,10 @@ class CpuSession:
         return Extension(torch.from_numpy(out["hidden"]), torch.from_numpy(out["n_loops"]), states)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The logits [N, vocabulary] of hidden states [N, C], on the packed head. Raises ValueError without a read-out."""
-        if self._session is None:
-            self._begin(0)
-        return torch.from_numpy(self._session.read(hidden.detach().contiguous().numpy(), n_threads=cpu.thread_count()))
+        """The logits [..., vocabulary] of hidden states [..., C], on the packed head. Raises ValueError without a read-out."""
+        rows = hidden.detach().reshape(-1, hidden.shape[-1]).numpy()
+        logits = torch.from_numpy(self._made().read(rows, n_threads=cpu.thread_count()))
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def crop(self, n_tokens: Sequence[int]) -> None:
         """Forget the last n_tokens[b] tokens of row b."""
