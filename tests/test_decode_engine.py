@@ -20,6 +20,7 @@ from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout,
 
 pytestmark = pytest.mark.skipif(not cpu.is_there(), reason="built without the C++ engine")
 
+from looped.backends import decode as decode_backend  # noqa: E402
 from looped.backends.decode import CpuSession  # noqa: E402
 
 VOCABULARY = 37
@@ -513,6 +514,20 @@ def test_two_threads_at_once_are_told_and_copies_serve_them():
             decoder.session.select(torch.tensor([0]))
     slow.join()
     assert decoder.session.lengths == [84]
+
+
+def test_pytorch_can_be_kept_from_spinning_beside_a_session(monkeypatch):
+    monkeypatch.setattr(cpu, "thread_count", torch.get_num_threads)
+    torch.set_num_threads(3)
+    seen = []
+    with pytest.raises(KeyError), decode_backend.torch_on_one_thread():
+        assert torch.get_num_threads() == 1
+        with decode_backend.torch_on_one_thread():
+            seen.append(decode_backend.thread_count())
+        raise KeyError
+    assert seen == [3]
+    assert torch.get_num_threads() == 3
+    assert decode_backend.thread_count() == 3
 
 
 def test_the_bandwidth_is_measured():

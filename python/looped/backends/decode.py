@@ -7,7 +7,9 @@ policy per_loop in any split of the row into calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +58,31 @@ def why_not(model: LoopedTransformer) -> str | None:
     if config.input_kind == "features" or config.state_init == "given":
         return f"decoding has no input_kind={config.input_kind!r} with state_init={config.state_init!r}"
     return cpu.why_not(model)
+
+
+_n_threads: ContextVar[int | None] = ContextVar("n_threads", default=None)
+
+
+@contextlib.contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """PyTorch runs on one thread, and sessions on as many as it had: for loops that do little between a session's calls.
+
+    The threads of PyTorch spin for milliseconds after every operation that they share, on the cores that a session then
+    wants. A token of `generate` took half the time without them.
+    """
+    before = torch.get_num_threads()
+    token = _n_threads.set(cpu.thread_count() if _n_threads.get() is None else _n_threads.get())
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _n_threads.reset(token)
+
+
+def thread_count() -> int:
+    """Threads of a session's call: torch's setting and no more than the cores, or as `torch_on_one_thread` found them."""
+    return _n_threads.get() or cpu.thread_count()
 
 
 class CpuSession:
@@ -123,7 +150,7 @@ class CpuSession:
             values | {"warm_start": warm_start},
             None if positions is None else positions.contiguous().numpy(),
             return_states=return_states,
-            n_threads=cpu.thread_count(),
+            n_threads=thread_count(),
         )
         if not any(starts):
             self._has_unlooped = False
@@ -134,8 +161,8 @@ class CpuSession:
 
     def head(self, hidden: Tensor) -> Tensor:
         """The logits [..., vocabulary] of hidden states [..., C], on the packed head. Raises ValueError without a read-out."""
-        rows = hidden.detach().reshape(-1, hidden.shape[-1]).numpy()
-        logits = torch.from_numpy(self._made().read(rows, n_threads=cpu.thread_count()))
+        rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous().numpy()
+        logits = torch.from_numpy(self._made().read(rows, n_threads=thread_count()))
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def crop(self, n_tokens: Sequence[int]) -> None:
