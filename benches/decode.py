@@ -11,7 +11,7 @@ to; nor than its multiply-adds. Where the weights of the loop fit a cache, all l
 bandwidth of that cache.
 
     ours        the session: embedding, extend, head and argmax, a token at a time
-    cpu         LoopedGPT2.generate(backend="cpu"), where this installation has it
+    cpu         LoopedGPT2.generate(backend="cpu") under torch_on_one_thread, where this installation has it
     eager       LoopedGPT2.generate in PyTorch, where this installation has it
     gpt2        GPT2LMHeadModel.generate with the same weights, at the better of one and all threads (gpt2 only)
 
@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from looped.backends import cpu
-from looped.backends.decode import CpuSession
+from looped.backends.decode import CpuSession, torch_on_one_thread
 from looped.config import LoopedConfig, gpt2_config
 from looped.exits import Fixed
 from looped.model import LoopedTransformer
@@ -108,7 +108,8 @@ def ways_of(kind: str, model: LoopedTransformer, prompts: torch.Tensor, n_new: i
     if lm is not None:
         language_model = lm.LoopedGPT2.from_looped(model)
         if "cpu" in importlib.import_module("looped.lm.session").SESSIONS:
-            ways.append(Way("cpu", generating(language_model, prompts, n_new, backend="cpu"), n_threads))
+            generate = generating(language_model, prompts, n_new, backend="cpu")
+            ways.append(Way("cpu", torch_on_one_thread()(generate), n_threads))
         ways.append(Way("eager", generating(language_model, prompts, n_new, backend="eager"), n_threads))
     if kind == "gpt2":
         theirs = gpt2_of(model)

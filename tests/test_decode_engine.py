@@ -519,13 +519,15 @@ def test_two_threads_at_once_are_told_and_copies_serve_them():
 def test_pytorch_can_be_kept_from_spinning_beside_a_session(monkeypatch):
     monkeypatch.setattr(cpu, "thread_count", torch.get_num_threads)
     torch.set_num_threads(3)
-    seen = []
-    with pytest.raises(KeyError), decode_backend.torch_on_one_thread():
-        assert torch.get_num_threads() == 1
+
+    def fail():
         with decode_backend.torch_on_one_thread():
-            seen.append(decode_backend.thread_count())
-        raise KeyError
-    assert seen == [3]
+            assert torch.get_num_threads() == 1
+            with decode_backend.torch_on_one_thread():
+                raise KeyError(decode_backend.thread_count())
+
+    with pytest.raises(KeyError, match="3"):
+        fail()
     assert torch.get_num_threads() == 3
     assert decode_backend.thread_count() == 3
 

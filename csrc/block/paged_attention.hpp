@@ -146,6 +146,17 @@ void weigh_tile(const PagedAttention<typename V::Scalar>& job, size_t n_keys, co
     }
 }
 
+// Values come from memory while the keys are read.
+template <class V>
+LOOPED_INLINE void prefetch_values(const PagedAttention<typename V::Scalar>& job, size_t n_keys) {
+    constexpr size_t panel = 2 * V::width, most_pages = 8, line = 64 / sizeof(typename V::Scalar);
+    for (size_t first = 0; first < std::min(n_keys, most_pages * panel); first += panel) {
+        const auto* values = job.pages[first / panel] + job.values;
+        const size_t n = std::min(panel, n_keys - first) * job.queries.width;
+        for (size_t i = 0; i < n; i += line) __builtin_prefetch(values + i);
+    }
+}
+
 template <class V>
 void attend_pages(const PagedAttention<typename V::Scalar>& job) noexcept {
     using T = typename V::Scalar;
@@ -154,6 +165,7 @@ void attend_pages(const PagedAttention<typename V::Scalar>& job) noexcept {
     const size_t n_keys = job.n_seen[n - 1];
     const PagedKernels<V> kernels = n <= size_t(most_few_rows<V>) ? paged_kernels_of<V>[n - 1]
                                                                   : PagedKernels<V>{&score_tile<V>, &weigh_tile<V>};
+    if (n <= size_t(most_few_rows<V>)) prefetch_values<V>(job, n_keys);
     kernels.score(job, n_keys);
     T scale[V::tile_rows];
     for (size_t r = 0; r < n; ++r) scale[r] = exponentials<V>(job.scores.row(r), job.n_seen[r], n_keys);
