@@ -1,6 +1,7 @@
 """Decoding on the C++ engine against its definition (reference_decode.py), and the invariances of a session."""
 
 import _thread
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -514,6 +515,25 @@ def test_two_threads_at_once_are_told_and_copies_serve_them():
             decoder.session.select(torch.tensor([0]))
     slow.join()
     assert decoder.session.lengths == [84]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_session_goes_on_in_a_child_of_a_fork(monkeypatch):
+    monkeypatch.setattr(cpu, "thread_count", lambda: 2)
+    model = language_model(torch.float32, d_model=96, n_heads=3)
+    decoder = Decoder(model)
+    rows, more = texts(30, 12), texts(20, 20, seed=1)
+    decoder(rows)
+    want = decoder.session.copy().extend(model.embedding(torch.cat(more)).detach(), [20, 20], n_loops=3, rule=Fixed()).hidden
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if torch.equal(decoder(more).hidden, want) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(decoder(more).hidden, want)
 
 
 def test_pytorch_can_be_kept_from_spinning_beside_a_session(monkeypatch):

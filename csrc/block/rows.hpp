@@ -44,18 +44,15 @@ inline void prefer_large_pages([[maybe_unused]] void* memory, [[maybe_unused]] s
 #endif
 }
 
-enum class MemoryPages : unsigned char { large, small };
-
-// `n` numbers on a cache line's border, or on that of a large page where they fill one; zero at first. To make a large page the
-// system may stop and move other memory: not for what is made while somebody waits.
+// `n` numbers on a cache line's border, or on that of a large page where they fill one; zero at first.
 template <class T>
 class AlignedArray {
 public:
     AlignedArray() = default;
-    explicit AlignedArray(size_t n, MemoryPages pages = MemoryPages::large) : size_(n) {
+    explicit AlignedArray(size_t n) : size_(n) {
         if (n > 0) {
             const size_t n_bytes = checked_product(n, sizeof(T));
-            const bool is_large = pages == MemoryPages::large && n_bytes >= large_page;
+            const bool is_large = n_bytes >= large_page;
             data_ = {static_cast<T*>(::operator new(n_bytes, border(is_large))), Free{is_large}};
             if (is_large) prefer_large_pages(data_.get(), n_bytes / large_page * large_page);
             std::uninitialized_value_construct_n(data_.get(), n);

@@ -65,8 +65,7 @@ size_t Cache<T>::index(Part part, size_t slot, size_t layer) const {
 template <class T>
 std::shared_ptr<block::AlignedArray<T>> Cache<T>::new_page(size_t n_slots) const {
     // Kernels read whole vectors, some beyond the last value.
-    return std::make_shared<Page>(block::checked_product(2 * half_, n_layers(n_slots)) + 2 * block::widest_panel,
-                                  block::MemoryPages::small);
+    return std::make_shared<Page>(block::checked_product(2 * half_, n_layers(n_slots)) + 2 * block::widest_panel);
 }
 
 template <class T>
