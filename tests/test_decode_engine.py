@@ -240,6 +240,20 @@ def test_any_way_to_a_row_gives_its_bits(data):
         assert got.n_loops[b] == want.n_loops[-1]
 
 
+def test_rows_that_were_one_go_their_own_ways():
+    model = language_model()
+    row, a, b, c = texts(40, 3, 3, 3)
+    decoder = Decoder(model)
+    decoder([row])
+    decoder.session.select(torch.tensor([0, 0]))
+    third = Decoder(model, session=decoder.session.copy())
+    for i in range(3):  # what one writes, the others must not read at the next token
+        out = decoder([a[i : i + 1], b[i : i + 1]])
+        other = third([c[i : i + 1], c[i : i + 1]])
+    for got, more in [(out.hidden[0], a), (out.hidden[1], b), (other.hidden[0], c), (other.hidden[1], c)]:
+        assert torch.equal(got, Decoder(model)([torch.cat([row, more])]).hidden[-1])
+
+
 def test_more_loops_than_the_cached_tokens_ran():
     """A cached token answers later loops with the keys of its last."""
     model = language_model(std=0.1)

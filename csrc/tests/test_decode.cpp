@@ -293,15 +293,21 @@ TEST_CASE("rows that were one share their tokens until they part") {
     Decoding<float> decoding(plain);
     decoding.extend({40}, row, 2);
     decoding.session.select({0, 0});
-    std::vector<float> both = a;
-    both.insert(both.end(), b.begin(), b.end());
-    decoding.extend({5, 5}, both, 2);
+    std::vector<float> both;
+    for (size_t i = 0; i < 5; ++i) {  // what one row writes, the other must not read at the next token
+        std::vector<float> next = part(a, i, i + 1, C);
+        const std::vector<float> other = part(b, i, i + 1, C);
+        next.insert(next.end(), other.begin(), other.end());
+        decoding.extend({1, 1}, next, 2);
+        both.insert(both.begin() + std::ptrdiff_t(i * C), decoding.hidden.begin(), decoding.hidden.begin() + std::ptrdiff_t(C));
+        both.insert(both.end(), decoding.hidden.begin() + std::ptrdiff_t(C), decoding.hidden.end());
+    }
     for (const auto& [more, at] : {std::pair{&a, size_t(0)}, std::pair{&b, size_t(5)}}) {
         Decoding<float> alone(plain);
         std::vector<float> all = row;
         all.insert(all.end(), more->begin(), more->end());
         alone.extend({45}, all, 2);
-        CHECK(has_same_bits<float>({decoding.hidden.data() + at * C, 5 * C}, {alone.hidden.data() + 40 * C, 5 * C}));
+        CHECK(has_same_bits<float>({both.data() + at * C, 5 * C}, {alone.hidden.data() + 40 * C, 5 * C}));
     }
     const auto copy = decoding.session.copy();
     decoding.session.crop(0, 40);
