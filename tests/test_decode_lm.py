@@ -37,6 +37,7 @@ RULES = {
     "entropy": lm.EntropyDifference(tol=0.02),
     "entropy every 3": lm.EntropyDifference(tol=0.05, check_every=3, min_loops=4),
     "kl": lm.KLDivergence(tol=0.01),
+    "kl without tolerance": lm.KLDivergence(tol=0),
     "argmax": lm.ArgmaxStable(patience=3),
     "gate": lm.Gate(threshold=0.6),
     "gate every 2": lm.Gate(threshold=0.6, check_every=2),

@@ -214,7 +214,7 @@ def rule_values(rule: ExitRule, n_loops: int, dtype: torch.dtype) -> dict[str, A
         raise NotImplementedError(f'backend="cpu" has no exit rule {name}; it has {", ".join(HOMES)}; use backend="eager"')
     values = {name: value for name, value in vars(rule).items() if name in ("tol", "patience", "threshold")}
     return values | {
-        "rule": name.lower(),
+        "rule": "fixed" if rule.is_fixed else name.lower(),  # a tolerance of 0 means all loops
         "n_loops": n_loops,
         "check_every": rule.check_every,
         "min_loops": rule.min_loops,
