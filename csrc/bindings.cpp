@@ -13,6 +13,7 @@
 
 #include "batch/run.hpp"
 #include "bindings/arrays.hpp"
+#include "bindings/decode.hpp"
 #include "bindings/kernels.hpp"
 #include "block/fingerprint.hpp"
 #include "simd/isa.hpp"
@@ -21,6 +22,7 @@ namespace looped {
 namespace {
 
 using block::Shape;
+using block::StateInit;
 using loop::BatchMemory;
 using loop::Spec;
 
@@ -66,6 +68,9 @@ Shape shape_of(const py::dict& config) {
     shape.inject = choice<Inject>(config, "inject", {{"add", Inject::add}, {"mul", Inject::mul}, {"none", Inject::none}});
     shape.loop_norm = choice<LoopNorm>(config, "loop_norm",
                                        {{"each", LoopNorm::each}, {"once", LoopNorm::once}, {"none", LoopNorm::none}});
+    shape.state_init = choice<StateInit>(
+        config, "state_init",
+        {{"zeros", StateInit::zeros}, {"ones", StateInit::ones}, {"embedding", StateInit::embedding}, {"given", StateInit::given}});
     const auto readout = config["readout"].cast<std::string>();
     shape.readout_width = readout == "scalar"       ? 1
                           : readout == "classes"    ? size("n_classes")
@@ -219,6 +224,8 @@ public:
     py::array embed(const py::object& prompts, const py::object& lengths, size_t n_threads) const;
     py::dict run(const py::object& signal, const py::object& state, const py::object& lengths, const py::dict& spec_values,
                  const py::object& memory, size_t n_threads, const py::object& progress) const;
+
+    const block::Model<T>& model() const { return model_; }
 
 private:
     BatchMemory<T> batch_of(const py::object& signal, const py::object& state, const py::object& lengths, const Spec& spec,
@@ -402,9 +409,9 @@ public:
         }
         const py::dtype dtype = py::cast<py::array>(weights[first]).dtype();
         if (dtype.equal(py::dtype::of<float>())) {
-            typed_ = std::make_unique<TypedEngine<float>>(config, weights);
+            typed_ = std::make_shared<const TypedEngine<float>>(config, weights);
         } else if (dtype.equal(py::dtype::of<double>())) {
-            typed_ = std::make_unique<TypedEngine<double>>(config, weights);
+            typed_ = std::make_shared<const TypedEngine<double>>(config, weights);
         } else {
             refuse("Engine: weights are " + std::string(py::str(dtype)) + "; float32 and float64 are allowed");
         }
@@ -420,10 +427,20 @@ public:
         return std::visit([&](const auto& engine) { return engine->embed(prompts, lengths, n_threads); }, typed_);
     }
 
+    py::object session(const std::string& policy, size_t period, size_t n_rows, const py::object& gate_weight,
+                       const py::object& gate_bias) const {
+        return std::visit(
+            [&]<class T>(const std::shared_ptr<const TypedEngine<T>>& engine) {
+                return make_session(std::shared_ptr<const block::Model<T>>(engine, &engine->model()), policy, period, n_rows,
+                                    gate_weight, gate_bias);
+            },
+            typed_);
+    }
+
     std::string dtype() const { return typed_.index() == 0 ? "float32" : "float64"; }
 
 private:
-    std::variant<std::unique_ptr<TypedEngine<float>>, std::unique_ptr<TypedEngine<double>>> typed_;
+    std::variant<std::shared_ptr<const TypedEngine<float>>, std::shared_ptr<const TypedEngine<double>>> typed_;
 };
 
 // Of pieces of memory, each (address, bytes), that the caller keeps alive.
@@ -495,8 +512,11 @@ PYBIND11_MODULE(_engine, module) {
     py::class_<Engine>(module, "Engine", "A model's weights, packed. Neither changed nor kept: pack again after an edit.")
         .def(py::init<const py::dict&, const py::dict&>(), py::arg("config"), py::arg("weights"))
         .def_property_readonly("dtype", &Engine::dtype)
+        .def("session", &Engine::session, py::arg("policy") = "per_loop", py::arg("period") = 1, py::arg("n_rows") = 0,
+             py::arg("gate_weight") = py::none(), py::arg("gate_bias") = py::none())
         .def("embed", &Engine::embed, py::arg("prompts"), py::arg("lengths") = py::none(), py::arg("n_threads") = 1)
         .def("run", &Engine::run, py::arg("signal"), py::arg("state"), py::arg("lengths"), py::arg("spec"),
              py::arg("memory") = py::none(), py::arg("n_threads") = 1, py::arg("progress") = py::none());
+    add_decode(module);
     add_kernels(module.def_submodule("kernels", "The kernels of this processor one by one, for tests and benchmarks."));
 }

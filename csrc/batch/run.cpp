@@ -11,6 +11,8 @@
 #include <optional>
 #include <thread>
 
+#include "block/float_mode.hpp"
+
 namespace looped::batch {
 namespace {
 
@@ -75,18 +77,6 @@ private:
     std::optional<size_t> failed_;  // the first prompt that did
     char what_[256] = "";
     bool lacks_memory_ = false;
-};
-
-// Keeps the float mode of the thread that makes it, and gives it back at the end.
-class FloatMode {
-public:
-    FloatMode() { std::fegetenv(&mode_); }
-    ~FloatMode() { std::fesetenv(&mode_); }
-    FloatMode(const FloatMode&) = delete;
-    FloatMode& operator=(const FloatMode&) = delete;
-
-private:
-    std::fenv_t mode_;
 };
 
 // make_worker(team) gives what one thread, the leader of the team, does with a prompt: worker(prompt), which returns whether it has
@@ -154,7 +144,7 @@ bool for_each_prompt(std::span<const std::int64_t> lengths, double operations_pe
                 progress.leave();
             }
         }
-        const FloatMode callers;
+        const block::FloatMode callers;
         work_here();
         progress.wait();
     }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "block/attention.hpp"
+#include "block/few_rows.hpp"
+#include "block/paged_attention.hpp"
 #include "block/tile.hpp"
 #include "block/token_wise.hpp"
 
@@ -32,10 +34,13 @@ constexpr Kernels<typename V::Scalar> kernels_of(const char* isa) {
         .tile_rows = V::tile_rows,
         .product = &product<V>,
         .attend = &attend<V>,
+        .product_by_columns = &product_by_columns<V>,
+        .attend_pages = &attend_pages<V>,
         .normalize = &normalize<V>,
         .inject = &inject<V>,
         .squares = &squares<V>,
         .fma_rounds = &fma_rounds<V>,
+        .read_memory = &read_memory<V>,
     };
 }
 

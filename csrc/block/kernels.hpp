@@ -49,14 +49,29 @@ struct Attention {
     StopRequest* stop = nullptr;
 };
 
+// Attention of one head's queries over keys and values in pages of `panel` tokens each.
+template <class T>
+struct PagedAttention {
+    Rows<const T> queries;     // [n, head_dim], scaled as above; n is at most tile_rows
+    const size_t* n_seen;      // a query each, at least 1 and never falling: it attends to the first n_seen tokens
+    const T* const* pages;     // one after the other
+    size_t keys, values;  // where in every page this head's begin: [head_dim, panel] and [panel, head_dim], and room for a panel
+    Rows<T> out;  // [n, head_dim]; nothing beyond is written
+    Rows<T> scores;  // scratch [tile_rows, whole pages]
+};
+
 template <class T>
 struct Kernels {
     const char* isa;
-    size_t panel;      // columns of a packed panel
+    size_t panel;  // columns of a packed panel
     size_t tile_rows;  // most rows of a register tile
 
     void (*product)(const Product<T>&) noexcept;
     void (*attend)(const Attention<T>&) noexcept;
+
+    // The same product, and for few rows at the speed at which the weights are read.
+    void (*product_by_columns)(const Product<T>&) noexcept;
+    void (*attend_pages)(const PagedAttention<T>&) noexcept;
 
     // layernorm: out = (x - mean) / sqrt(variance + eps), in two passes. rms: out = x / sqrt(mean of squares + eps). Then * gain
     // and + shift, each where it is given.
@@ -70,6 +85,9 @@ struct Kernels {
 
     // Fused multiply-adds on registers alone, `n` rounds. Returns the floating-point operations done.
     double (*fma_rounds)(std::int64_t n) noexcept;
+
+    // The sum of n numbers, read as fast as they come.
+    double (*read_memory)(const T* numbers, size_t n) noexcept;
 };
 
 // Defined in kernels_<isa>.cpp; only those of the platform exist.

@@ -10,6 +10,7 @@
 namespace looped::block {
 
 enum class LoopNorm : std::uint8_t { each, once, none };
+enum class StateInit : std::uint8_t { zeros, ones, embedding, given };
 enum class InputKind : std::uint8_t { features, tokens, states };
 
 // The fields of LoopedConfig that the engine needs, under the same names.
@@ -27,6 +28,7 @@ struct Shape {
     bool adds_positions_once = false;  // to the embedding, and not in every loop
     size_t n_positions = 0;
     Inject inject = Inject::add;
+    StateInit state_init = StateInit::zeros;  // read by decode alone: a loop is given its first state
     LoopNorm loop_norm = LoopNorm::each;
     size_t readout_width = 0;  // 0: the closed state itself is what is read
     bool readout_has_bias = true;

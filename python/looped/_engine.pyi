@@ -18,6 +18,20 @@ class Engine:
     def dtype(self) -> str:
         """``"float32"`` or ``"float64"``."""
 
+    def session(
+        self,
+        policy: str = "per_loop",
+        period: int = 1,
+        n_rows: int = 0,
+        gate_weight: np.ndarray | None = None,
+        gate_bias: np.ndarray | None = None,
+    ) -> Session32 | Session64:
+        """An empty session of this model, for n_rows rows or (0) as many as the first call has.
+
+        policy: per_loop, last_only, modulo (of period) or first_then_shared. gate: [C] and [1]. Raises ValueError for a model
+        that cannot decode.
+        """
+
     def embed(self, prompts: np.ndarray, lengths: np.ndarray | None = None, n_threads: int = 1) -> np.ndarray:
         """The injected signals [B, T, C]; KeyboardInterrupt where Ctrl-C came meanwhile."""
 
@@ -37,7 +51,50 @@ class Engine:
         for a KeyboardInterrupt, which interrupts.
         """
 
+class Session32:
+    """Rows of tokens and what is kept of them. Calls from two threads at once are a RuntimeError."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+
+    def extend(
+        self,
+        embeds: np.ndarray,
+        lengths: Sequence[int],
+        spec: Mapping[str, Any],
+        positions: np.ndarray | None = None,
+        return_states: bool = False,
+        n_threads: int = 1,
+    ) -> dict[str, np.ndarray]:
+        """Append lengths[b] tokens to row b. hidden [N, C], n_loops int64 [N], and states [n_loops + 1, N, C] when asked for.
+
+        spec: rule (the name of its class in small letters), n_loops, check_every, min_loops, phi, warm_start, and what the rule
+        has of tol, patience and threshold. What Ctrl-C raises comes through and leaves the rows as they were.
+        """
+
+    def read(self, hidden: np.ndarray, n_threads: int = 1) -> np.ndarray:
+        """The head: logits [N, read-out width] of hidden [N, C]."""
+
+    def crop(self, dropped: Sequence[int]) -> None:
+        """Forget the last dropped[b] tokens of row b."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """New row i is what row rows[i] was."""
+
+    def reset(self) -> None:
+        """Forget all rows."""
+
+    def copy(self) -> Session32:
+        """The same rows, independent from here on."""
+
+class Session64(Session32):
+    """The same in float64."""
+
 def isa() -> str: ...
+def read_bandwidth(n_threads: int = 1, bytes: int = 1 << 28, seconds: float = 0.2) -> float:
+    """GB/s that all threads together read, each over and over from its share of the bytes. seconds: at most 60."""
+
 def fingerprint(pieces: Sequence[tuple[int, int]]) -> int:
     """A number that tells whether the memory of any piece, (address, bytes), has changed."""
 
