@@ -27,8 +27,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loopkernels.launch import LAUNCHES, Launch
+from loopkernels.linear import linear_rows
 from loopkernels.loop import COUNTS, loop_blocks, loop_tile
+from loopkernels.settle import BLOCK, LANES, MOST_CHUNKS, advance, decide, measure
+from loopkernels.table import LAUNCHES, NOT_OFFERED, Launch
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -105,7 +107,15 @@ SPILL_BUDGET: dict[str, int] = {
 }
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
+# Kernels beside the fused ones: no matrix unit asked for, no row of the table, and nothing to spill.
+SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "measure": (measure, dict(BLOCK=BLOCK)),
+    "decide": (decide, dict(LANES=LANES, CHUNKS=MOST_CHUNKS, RULE="contraction", ON_STALL="damp", ENDLESS=False)),
+    "advance": (advance, dict(BLOCK=BLOCK, DAMPS=True)),
+    "linear": (linear_rows, dict(ROWS=32, COLUMNS=32, KB=32)),
+}
 LEAST_INSTRUCTIONS = 500  # a kernel that asks too much tensor memory compiles to an empty trap, silently
+LEAST_SMALL_INSTRUCTIONS = 50
 
 
 @dataclass
@@ -183,17 +193,43 @@ def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -
     began = time.time()
     compiled = compile_row(launch, target, kernel, **changes)
     report.seconds = time.time() - began
-    report.shared = compiled.metadata.shared
-    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
-    if target.startswith("sm_"):
-        _read_cubin(compiled.asm["cubin"], report)
-        _read_advice(compiled.asm["ptx"], target, report)
-    else:
-        _read_amdgcn(compiled.asm["amdgcn"], report)
+    _read(compiled, report)
     report.faults = tuple(faults_of(launch, report))
     if kernel == "tile" and launch.resident:
         report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
     return report
+
+
+def examine_small(name: str, target: str) -> Report:
+    """Compile one of the kernels beside the fused ones and read its figures."""
+    function, constants = SMALL[name]
+    report = Report(target, name, "small", "fp32", 0, 4)
+    pointers = ("new", "old", "sums", "read_sums", "floats", "image", "state", "final", "source", "weight", "bias", "target")
+    types = dict.fromkeys(pointers, "*fp32") | dict.fromkeys(("ints", "moves", "noted", "limit"), "*i32")
+    types |= dict.fromkeys(("tol", "phi"), "fp32")
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    began = time.time()
+    compiled = triton.compile(source, target=TARGETS[target], options=dict(num_warps=4))
+    report.seconds = time.time() - began
+    _read(compiled, report)
+    if report.spilled:
+        report.faults = (f"{report.spilled} bytes spilled, the budget is 0",)
+    if report.instructions < LEAST_SMALL_INSTRUCTIONS:
+        report.faults += (f"{report.instructions} instructions: an empty kernel",)
+    return report
+
+
+def _read(compiled: Any, report: Report) -> None:
+    report.shared = compiled.metadata.shared
+    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
+    if report.target.startswith("sm_"):
+        _read_cubin(compiled.asm["cubin"], report)
+        _read_advice(compiled.asm["ptx"], report.target, report)
+    else:
+        _read_amdgcn(compiled.asm["amdgcn"], report)
 
 
 def _tool(name: str) -> str:
@@ -283,11 +319,11 @@ def faults_of(launch: Launch, report: Report) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="sm_90", help=f"{', '.join(TARGETS)} or all")
-    parser.add_argument("--kernel", default="all", help="a row's name, such as S256, or all")
+    parser.add_argument("--kernel", default="all", help=f"a row's name, such as S256, or all; or {', '.join(SMALL)}")
     parser.add_argument("--precision", default="all")
     parser.add_argument("--json", help="write the reports to a file")
     chosen = parser.parse_args()
-    reports = []
+    reports, n_told = [], 0
     for target in TARGETS if chosen.target == "all" else [chosen.target]:
         for launch in LAUNCHES:
             if (
@@ -298,6 +334,17 @@ def main() -> None:
                 for kernel in ("tile", "blocks"):
                     reports.append(examine(launch, target, kernel))
                     print_report(reports[-1])
+        for name in SMALL:
+            if chosen.kernel in ("all", name) and chosen.precision == "all":
+                reports.append(examine_small(name, target))
+                print_report(reports[-1])
+        for names, precision, targets, reason in NOT_OFFERED:
+            for name in names.split() if target in targets else ():
+                if chosen.kernel in ("all", name) and chosen.precision in ("all", precision):
+                    print(f"{target}  {name}  {precision}  not offered: {reason}", flush=True)
+                    n_told += 1
+    if not reports and not n_told:
+        sys.exit(f"nothing to compile: {chosen.target} has no row {chosen.kernel} in {chosen.precision}")
     if chosen.json:
         Path(chosen.json).write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")
     sys.exit(any(report.faults for report in reports))

@@ -115,6 +115,8 @@ BLOCKS = [
     dict(pos_when="once", loop_norm="once"),
     dict(pos_kind="none", n_positions=0, loop_norm="none"),
     dict(activation="relu", bias=False),
+    dict(activation="gelu"),
+    dict(activation="silu_gated", d_ff=50),
     dict(norm_kind="none", loop_norm="none"),
     dict(inject="mul", state_init="ones", pos_when="each_loop"),
     dict(head_dim=5, d_ff=50),
