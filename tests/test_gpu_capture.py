@@ -129,6 +129,20 @@ def test_the_loops_of_a_graph_say_no_word_to_the_host(launches, rule, changes, o
     assert len(launches["advance"]) == (9 if is_readout else 6)  # the state, the predictions kept, those of the last check
 
 
+def test_grids_beyond_65535(launches):
+    """Prompts and rows are counted on the first axis of a grid, which takes 2^31 - 1; the others take 65,535."""
+    B = 70_000
+    ints, floats = torch.empty(B, 8, dtype=torch.int32, device="meta"), torch.empty(B, 4, device="meta")
+    settler = settle.Settler(ints, floats, launch.Stop(3))
+    state = torch.empty(B, 101, 1024, device="meta")
+    settler.step(torch.empty_like(state), state, state)
+    linear.linear(torch.empty(32 * 70_000, 4, device="meta"), torch.empty(9, 4, device="meta"), None)
+    grids = [grid for noted in launches.values() for grid, _, _ in noted]
+    assert len(grids) == 4
+    assert max(grid[0] for grid in grids) == 70_000
+    assert all(axis <= 65_535 for grid in grids for axis in grid[1:])
+
+
 def test_this_test_sees_a_wait_and_a_copy(launches):
     x = torch.empty(3, device="meta")
     for waits in (lambda: bool((x > 0).any()), lambda: x.tolist(), lambda: x.nonzero(), lambda: x.cpu(), lambda: x[x > 0]):
