@@ -31,7 +31,7 @@ from triton.compiler import ASTSource
 from loopkernels.linear import linear_rows
 from loopkernels.loop import COUNTS, loop_blocks, loop_tile
 from loopkernels.settle import BLOCK, LANES, MOST_CHUNKS, advance, decide, measure
-from loopkernels.table import LAUNCHES, NOT_OFFERED, Launch
+from loopkernels.table import LAUNCHES, NOT_OFFERED, VERSION, Launch, why_not_compiled
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -107,7 +107,6 @@ SPILL_BUDGET: dict[str, int] = {
     "gfx950 S256 bf16 blocks": 256,
     "gfx950 S16 bf16x3 blocks": 256,
 }
-VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
 # Kernels beside the fused ones: no matrix unit asked for, no row of the table, and nothing to spill.
 SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -331,9 +330,14 @@ def main() -> None:
     chosen = parser.parse_args()
     reports, n_told = [], 0
     for target in TARGETS if chosen.target == "all" else [chosen.target]:
+        too_old = why_not_compiled(target)
+        if too_old:
+            print(f"{target}  {too_old}", flush=True)
+            n_told += 1
         for launch in LAUNCHES:
             if (
                 target in launch.targets
+                and not too_old
                 and chosen.kernel in ("all", launch.name)
                 and chosen.precision in ("all", launch.precision)
             ):

@@ -27,6 +27,7 @@ from loopkernels.table import LAUNCHES as LAUNCHES
 from loopkernels.table import MOST_TOKENS as MOST_TOKENS
 from loopkernels.table import Launch
 from loopkernels.table import target_of as target_of
+from loopkernels.table import why_not_compiled as why_not_compiled
 from loopkernels.table import why_not_offered as why_not_offered
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
+VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 PRECISIONS = ("bf16", "bf16x3", "tf32", "fp32")
 MOST_TOKENS = 256
 RESIDENT_BYTES = 98_304
@@ -113,6 +115,19 @@ def why_not_offered(width: int, precision: str, target: str) -> str | None:
         if f"S{width}" in names.split() and kind == precision and target in targets:
             return reason
     return None
+
+
+# The oldest Triton that is known to compile the kernels for a target, where not all do: 3.6 fails on Blackwell in a pass of
+# its own.
+OLDEST_TRITON = {"sm_100": (3, 9)}
+
+
+def why_not_compiled(target: str) -> str | None:
+    """Why this version of Triton does not compile the kernels for a target; None where it does."""
+    oldest = OLDEST_TRITON.get(target, (0, 0))
+    if oldest <= VERSION:
+        return None
+    return f"Triton {triton.__version__} does not compile the kernels for {target}; {'.'.join(map(str, oldest))} does"
 
 
 def target_of(device: torch.device) -> str:

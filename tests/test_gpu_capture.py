@@ -180,11 +180,36 @@ def test_what_auto_takes_on_a_gpu_and_why(launches):
     # them.
     name, reason = chosen(model(), x, few=True)
     assert name == "graph"
+    assert "allow_batch_dependent" in reason
     assert "would use 1 of 132 processors" in reason
     assert chosen(model(d_model=64), x, few=True)[0] == "triton"
     assert chosen(model(), x.expand(4096, -1, -1), few=True)[0] == "triton"
     with pytest.raises(ValueError, match='allow_batch_dependent is for backend="auto"'):
         looped.solve(model(), x, allow_batch_dependent=True, backend="triton")
+
+
+def test_a_toolchain_too_old_for_a_chip_is_named(launches, monkeypatch):
+    from loopkernels import table
+
+    monkeypatch.setattr(launch, "target_of", lambda device: "sm_100")
+    model = on_gpu(looped.icl_config(n_points=64))
+    x = torch.empty(1, 41, 20, device="meta")
+    assert chosen(model, x)[0] == "triton"
+    monkeypatch.setattr(table, "VERSION", (3, 6))
+    name, reason = chosen(model, x)
+    assert name == "graph"
+    assert reason.endswith("does not compile the kernels for sm_100; 3.9 does")
+
+
+@pytest.mark.parametrize(("hip", "is_fast"), [(None, True), ("6.4", False)])
+def test_the_tanh_of_nvidias_special_function_unit_is_for_nvidia(monkeypatch, hip, is_fast):
+    """The rows of Ampere and AMD are one: what is compiled follows from the device."""
+    model = icl_model(**MODEL)
+    block = triton.block_of(model.config, weights_of(model))
+    row = launch.choose(block, "bf16", "gfx942")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert launch.pack(block, row).fixed["FAST"] is is_fast
 
 
 def test_the_operator_is_there_for_a_gpu(launches, monkeypatch):
@@ -207,9 +232,10 @@ def test_the_operator_is_there_for_a_gpu(launches, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "where"), [(dict(d_model=512), "graph"), (dict(d_model=512, dtype=torch.float64), "eager")]
+    ("n_tokens", "changes", "where"),
+    [(5, dict(), "triton"), (300, dict(), "graph"), (5, dict(d_model=512), "graph"), (5, dict(dtype=torch.float64), "eager")],
 )
-def test_the_operator_on_a_gpu_takes_what_runs(launches, monkeypatch, changes, where):
+def test_the_operator_on_a_gpu_takes_what_runs(launches, monkeypatch, n_tokens, changes, where):
     called = []
 
     def note(name):
@@ -221,9 +247,9 @@ def test_the_operator_on_a_gpu_takes_what_runs(launches, monkeypatch, changes, w
 
     for module in (triton, graph, op.eager):
         monkeypatch.setattr(module, "run", note(module.__name__.rpartition(".")[2]))
-    dtype = changes.get("dtype", torch.float32)
-    model = on_gpu(looped.icl_config(n_points=64, n_dims=3, d_model=changes["d_model"]), dtype)
+    dtype, width = changes.get("dtype", torch.float32), changes.get("d_model", 64)
+    model = on_gpu(looped.icl_config(n_points=200, n_dims=3, d_model=width), dtype)
     weights, spec = list(weights_of(model).values()), op.encode(model.config, n_loops=3)
     with pytest.raises(RuntimeError, match="seen"):
-        op.loop_on_gpu(torch.empty(2, 5, 3, device="meta", dtype=dtype), None, weights, None, spec)
+        op.loop_on_gpu(torch.empty(2, n_tokens, 3, device="meta", dtype=dtype), None, weights, None, spec)
     assert called == [where]

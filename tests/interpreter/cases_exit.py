@@ -243,6 +243,15 @@ def test_weights_that_changed_are_packed_again(tiles):
     assert agrees()
     model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()}, assign=True)
     assert agrees()
+    model.bfloat16().float()
+    assert agrees()
+    # Other numbers in a parameter of the same version, in memory at an address that was given back.
+    place = bytearray(model.core[0].mlp.proj.weight.nbytes)
+    for scale in (1.0, 3.0):
+        numbers = torch.frombuffer(place, dtype=torch.float32).view_as(model.core[0].mlp.proj.weight)
+        numbers.copy_(scale * torch.randn(numbers.shape, generator=torch.Generator().manual_seed(0)))
+        model.core[0].mlp.proj.weight.data = numbers
+        assert agrees()
 
 
 def test_strides_of_the_input_do_not_matter(tiles):

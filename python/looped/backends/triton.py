@@ -73,6 +73,9 @@ def cannot_run(config: LoopedConfig, weights: Weights, spec: LoopSpec | None = N
     if config.activation not in ACTIVATIONS:
         return f"the Triton kernels have no {config.activation} activation"
     target = launch.target_of(weight.device)
+    too_old: str | None = launch.why_not_compiled(target)
+    if too_old:
+        return too_old
     if launch.choose(block_of(config, weights), precision, target) is None:
         widths = [row.width for row in launch.LAUNCHES if target in row.targets and row.precision == precision]
         if not widths:
