@@ -45,7 +45,9 @@ TENSOR_MEMORY_LIMIT = 512
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC[A-Z]*MMA", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 FORBIDDEN_ADVICE = ("C7510", "C7511", "C7514", "C7515", "C7519")
 ALLOWED_BEFORE_39 = ("C7519",)  # assembler 12.8 adds a fence where 13.4 does not; products in a row are counted by their waits
-# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up.
+# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up to 256. Most
+# are a few registers, in row blocks. Kilobytes: bf16x3 at 256 lanes, where the stream and two parts of its operand fill the registers
+# of 8 warps, and no tile of fewer rows goes through Hopper's matrix unit; fp32 at 128 lanes, which is for checks alone.
 SPILL_BUDGET: dict[str, int] = {
     "sm_90 S256 bf16 tile": 256,
     "sm_90 S256 bf16 blocks": 512,
