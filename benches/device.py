@@ -7,9 +7,11 @@ written after every part. Checks run many at a time (they compile), times one at
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 
 import looped
-from looped.backends.triton import block_of
+from looped.backends import triton as backend
+from looped.weights import weights_of
 from loopkernels import launch as kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,9 +37,12 @@ L2_RATE = 5.5e12  # bytes/s, likewise; `ceilings` measures both
 # Models and prompts ---------------------------------------------------------------------------------------------------
 
 
-def icl(width: int, heads: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> looped.LoopedTransformer:
+def icl(
+    width: int, heads: int, dtype: torch.dtype = torch.float64, seed: int = 0, activation: str = "gelu_tanh"
+) -> looped.LoopedTransformer:
     """A looped in-context learner with weights large enough to matter."""
-    model = looped.LoopedTransformer(looped.icl_config(n_dims=20, n_points=64, d_model=width, n_heads=heads)).double()
+    config = looped.icl_config(n_dims=20, n_points=64, d_model=width, n_heads=heads, activation=activation)
+    model = looped.LoopedTransformer(config).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -57,6 +63,10 @@ def prompts_of(model: looped.LoopedTransformer, lengths: list[int], seed: int = 
     return x, P, model.initial_state(P), own
 
 
+def block_of(model: looped.LoopedTransformer) -> Any:
+    return backend.block_of(model.config, weights_of(model))
+
+
 def row_of(name: str, precision: str) -> kernels.Launch:
     target = kernels.target_of(DEVICE)
     return next(r for r in kernels.LAUNCHES if (r.name, r.precision) == (name, precision) and target in r.targets)
@@ -73,10 +83,11 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
-def check(name: str, precision: str) -> dict[str, Any]:
+def check(name: str, precision: str, activation: str = "gelu_tanh") -> dict[str, Any]:
     """One launch row against float64 on random prompts, and its bits alone, reversed, among many, and resumed."""
     row = row_of(name, precision)
-    model, lengths = icl(row.width, heads_of(row.width)), LENGTHS[:4] if INTERPRETED else LENGTHS
+    lengths = LENGTHS[:4] if INTERPRETED else LENGTHS
+    model = icl(row.width, heads_of(row.width), activation=activation)
     x, P, Y, own = prompts_of(model, lengths)
     packed = kernels.pack(block_of(model), row, emulate=INTERPRETED)
 
@@ -90,9 +101,11 @@ def check(name: str, precision: str) -> dict[str, Any]:
     everyone = list(range(len(lengths)))
     began = time.perf_counter()
     got = run(everyone, CHECKED_LOOPS)
-    found: dict[str, Any] = dict(row=name, precision=precision, first_seconds=time.perf_counter() - began)
+    found: dict[str, Any] = dict(row=name, precision=precision, activation=activation)
+    found["first_seconds"] = time.perf_counter() - began
     found["error"] = relative_error(got, want)
-    theirs = icl(row.width, heads_of(row.width), torch.bfloat16 if precision == "bf16" else torch.float32)
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    theirs = icl(row.width, heads_of(row.width), kind, activation=activation)
     state = theirs.initial_state(theirs.embed(x.to(next(theirs.parameters())), own))
     signal = theirs.embed(x.to(next(theirs.parameters())), own)
     for _ in range(CHECKED_LOOPS):
@@ -157,6 +170,81 @@ def exits(precision: str) -> dict[str, Any]:
     same = int((got.n_loops == want.n_loops).sum())
     return dict(exits=precision, prompts=len(lengths), same_loops=same, loops=got.n_loops.tolist(), want=want.n_loops.tolist(),
                 error=relative_error(got.y, want.y), ok=same >= 0.9 * len(lengths))  # fmt: skip
+
+
+def ordinary(width: int, dtype: str) -> dict[str, Any]:
+    """The CUDA graph of ordinary kernels against eager float64: numbers, loop counts, predictions, a second call on the same
+    graph, another number of loops, resuming, fewer prompts as they end, and the count of graphs it made."""
+    from looped.backends import graph
+
+    truth, model = icl(width, 8), icl(width, 8, getattr(torch, dtype))
+    lengths = LENGTHS[:3] if INTERPRETED else LENGTHS * 8
+    x, _, _, own = prompts_of(truth, lengths)
+    rule = looped.exits.Contraction(tol=2e-2)
+    options = dict(n_loops=6 if INTERPRETED else 40, exit=rule, on_stall="exit", lengths=own, return_predictions=True)
+    want = looped.solve(truth, x, backend="eager", **options)
+    mine = x.to(next(model.parameters()))
+    got = looped.solve(model, mine, backend="graph", **options)
+    again = looped.solve(model, mine, backend="graph", **options)
+    begun = looped.solve(model, mine, backend="graph", **(options | dict(n_loops=4)))
+    resumed = looped.solve(model, mine, backend="graph", state=begun.state, **options)
+    plain = looped.solve(model, mine, backend="eager", **options)
+    loose = 1e-5 if dtype == "float32" else 3e-2
+    found: dict[str, Any] = dict(ordinary=width, dtype=dtype, error=relative_error(got.y, want.y))
+    found["torch_error"] = relative_error(plain.y, want.y)
+    found["same_loops"] = int((got.n_loops == want.n_loops).sum())
+    found["resumed_loops"] = int((resumed.n_loops == got.n_loops).sum())
+    found["predictions_error"] = float((got.predictions.double() - want.predictions).abs().nan_to_num().max())
+    found["again"], found["graphs"] = torch.equal(got.y, again.y), sum(len(kept) for kept in graph._idle.values())
+    n = len(lengths)
+    found["ok"] = bool(
+        found["error"] <= max(loose, 2 * found["torch_error"])
+        and found["again"]
+        and (dtype != "float32" or (found["same_loops"] >= 0.9 * n and found["resumed_loops"] >= 0.9 * n))
+    )
+    return found
+
+
+def forward(width: int) -> dict[str, Any]:
+    """A forward pass is the operator, uncompiled and compiled, and a call can be captured in a graph of the caller's own."""
+    model = icl(width, heads_of(width) if width <= 256 else 8, torch.float32)
+    x = torch.randn(8, 41, 20, device=DEVICE)
+    with torch.no_grad():
+        want = looped.solve(model, x, n_loops=5)
+        got = model(x, n_loops=5)
+        plain = model(x, n_loops=5, backend="eager")
+        compiled = torch.compile(model, fullgraph=True)(x, n_loops=5)
+    found: dict[str, Any] = dict(forward=width, backend=want.backend, same=torch.equal(got, want.prediction))
+    found |= dict(compiled=torch.equal(compiled, got), error=relative_error(got, plain))
+    if want.backend == "triton":
+        own = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(own):
+            captured = looped.solve(model, x, n_loops=5).y
+        own.replay()
+        found["captured"] = torch.equal(captured, want.y)
+    found["ok"] = bool(found["same"] and found["compiled"] and found["error"] <= 1e-4 and found.get("captured", True))
+    return found
+
+
+def small() -> dict[str, Any]:
+    """A few loops of a few prompts through every kind of kernel: what compute-sanitizer looks at."""
+    torch.set_float32_matmul_precision("medium")
+    model = icl(16, 1, torch.float32)
+    x, _, _, own = prompts_of(model, [41, 17, 70])
+    for name in ("triton", "graph"):
+        looped.solve(model, x.float(), lengths=own, n_loops=3, exit="contraction", backend=name)
+    torch.cuda.synchronize()
+    return dict(ok=True)
+
+
+def sanitized() -> dict[str, Any]:
+    """`small` under compute-sanitizer, where there is one."""
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        return dict(sanitizer="there is no compute-sanitizer here", ok=True)
+    command = [tool, "--error-exitcode", "9", sys.executable, "-W", "ignore", __file__, "--part", "small"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return dict(sanitizer=done.returncode, said=done.stdout[-600:], ok=done.returncode == 0)
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
@@ -224,7 +312,7 @@ def times(width: int, precision: str) -> list[dict[str, Any]]:
         return [dict(width=width, precision=precision, skipped=f"no launch on {kernels.target_of(DEVICE)}")]
     packed = kernels.pack(block_of(model), row)
     for tokens in (41, 82, 101):
-        for n in (1, 64, 512, 4096) if width == 64 else (1, 64, 400):
+        for n in (1, 64, 400, 512, 4096):
             _, P, Y, _ = prompts_of(model, [tokens] * n)
 
             def run(loops: int) -> Any:
@@ -247,7 +335,7 @@ def theirs(width: int, dtype: str) -> list[dict[str, Any]]:
     """PyTorch's own: eager, a CUDA graph of 8 loops, torch.compile, and compile with max-autotune and graphs."""
     kind, found = getattr(torch, dtype), []
     model = icl(width, heads_of(width), kind)
-    for tokens, n in ((41, 1), (41, 64), (41, 400), (101, 400)):
+    for tokens, n in itertools.product((41, 82, 101), (1, 64, 400, 512, 4096)):
         _, P, Y, _ = prompts_of(model, [tokens] * n)
         one: dict[str, Any] = dict(width=width, tokens=tokens, prompts=n, dtype=dtype)
         with torch.no_grad():
@@ -262,7 +350,7 @@ def theirs(width: int, dtype: str) -> list[dict[str, Any]]:
                 for _ in range(8):
                     state = model.step(state, P)
             one["graph_us"] = median_us(graph.replay) / 8
-            if tokens == 41 and n != 64:
+            if tokens == 41 and n in (1, 400):
                 for name, mode in (("compile_us", None), ("autotuned_us", "max-autotune")):
                     fast = torch.compile(lambda y, p: model.step(y, p), mode=mode, dynamic=False)
                     try:
@@ -274,9 +362,30 @@ def theirs(width: int, dtype: str) -> list[dict[str, Any]]:
     return found
 
 
+def few(width: int, dtype: str) -> list[dict[str, Any]]:
+    """One prompt, and some, through `solve`: time of a loop in the fused kernels and in a CUDA graph of ordinary ones, which
+    the choice for few prompts weighs against each other."""
+    torch.set_float32_matmul_precision("medium" if dtype == "bfloat16" else "highest")
+    model, found = icl(width, heads_of(width) if width <= 256 else 8, getattr(torch, dtype)), []
+    for tokens, n in itertools.product((41, 101), (1, 8, 64)):
+        x = torch.randn(n, tokens, 20, device=DEVICE, dtype=getattr(torch, dtype))
+        one: dict[str, Any] = dict(width=width, tokens=tokens, prompts=n, dtype=dtype)
+        one["chosen"] = looped.solve(model, x, n_loops=1, allow_batch_dependent=True).backend
+        for name in ("triton", "graph", "eager") if width <= 256 else ("graph", "eager"):
+
+            def run(loops: int) -> Any:
+                return lambda: looped.solve(model, x, n_loops=loops, backend=name)  # noqa: B023
+
+            one[f"{name}_us"] = (median_us(run(48)) - median_us(run(16))) / 32
+        found.append(one)
+        print(one, flush=True)
+    return found
+
+
 # The run --------------------------------------------------------------------------------------------------------------
 
-PARTS = {"check": check, "integers": integers, "exits": exits, "ceilings": ceilings, "times": times, "theirs": theirs}
+PARTS = {"check": check, "integers": integers, "exits": exits, "ordinary": ordinary, "forward": forward, "small": small}
+PARTS |= {"sanitized": sanitized, "ceilings": ceilings, "times": times, "theirs": theirs, "few": few}
 
 
 def apart(part: str, *values: object, limit: float = 120) -> Any:
@@ -312,6 +421,12 @@ def main(out: Path) -> int:
     jobs: list[tuple[object, ...]] = [("check", *row) for row in rows]
     jobs += [("integers", *row) for row in rows if row[0] in (("R16",) if INTERPRETED else ("R64", "S128", "S256"))]
     jobs += [("exits", "bf16x3")] if INTERPRETED else [("exits", p) for p in ("bf16", "bf16x3", "tf32")]
+    if INTERPRETED:
+        jobs += [("check", "R16", "bf16", "silu_gated"), ("ordinary", 32, "float32")]
+    else:
+        jobs += [("check", name, "bf16", kind) for name in ("R64", "S128", "S256") for kind in ("gelu", "silu_gated")]
+        jobs += [("ordinary", 512, "float32"), ("ordinary", 1024, "bfloat16"), ("ordinary", 64, "float32")]
+        jobs += [("forward", 64), ("forward", 512), ("sanitized",)]
     with ThreadPoolExecutor(2 if INTERPRETED else max(1, (os.cpu_count() or 2) - 1)) as pool:
         checks = list(pool.map(lambda job: apart(str(job[0]), *job[1:], limit=600 if INTERPRETED else 120), jobs))
     for one in checks:
@@ -320,10 +435,12 @@ def main(out: Path) -> int:
     failed = sum(not one["ok"] for one in checks)
     if not INTERPRETED:
         note("ceilings", apart("ceilings", limit=40))
-        for width, precision in ((64, "bf16"), (128, "bf16"), (256, "bf16"), (256, "bf16x3"), (64, "bf16x3")):
+        for width, precision in ((64, "bf16"), (256, "bf16"), (256, "bf16x3"), (128, "bf16"), (64, "bf16x3")):
             note(f"times_{width}_{precision}", apart("times", width, precision, limit=45))
-        for width, dtype in ((64, "bfloat16"), (256, "bfloat16"), (256, "float32")):
+        for width, dtype in ((64, "bfloat16"), (256, "bfloat16"), (256, "float32"), (128, "bfloat16")):
             note(f"theirs_{width}_{dtype}", apart("theirs", width, dtype, limit=75))
+        for width, dtype in ((256, "float32"), (256, "bfloat16"), (512, "float32")):
+            note(f"few_{width}_{dtype}", apart("few", width, dtype, limit=30))
     print(f"{len(checks) - failed} of {len(checks)} checks passed; {path} written")
     return failed
 

@@ -15,6 +15,7 @@
 #include "bindings/arrays.hpp"
 #include "bindings/decode.hpp"
 #include "bindings/kernels.hpp"
+#include "bindings/packing.hpp"
 #include "block/fingerprint.hpp"
 #include "simd/isa.hpp"
 
@@ -518,5 +519,6 @@ PYBIND11_MODULE(_engine, module) {
         .def("run", &Engine::run, py::arg("signal"), py::arg("state"), py::arg("lengths"), py::arg("spec"),
              py::arg("memory") = py::none(), py::arg("n_threads") = 1, py::arg("progress") = py::none());
     add_decode(module);
+    add_packing(module);
     add_kernels(module.def_submodule("kernels", "The kernels of this processor one by one, for tests and benchmarks."));
 }

@@ -25,10 +25,13 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from loopkernels.launch import LAUNCHES, Launch
+from loopkernels.linear import linear_rows
 from loopkernels.loop import COUNTS, loop_blocks, loop_tile
+from loopkernels.settle import BLOCK, LANES, MOST_CHUNKS, advance, decide, measure
+from loopkernels.table import LAUNCHES, NOT_OFFERED, VERSION, Launch, why_not_compiled
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -41,33 +44,41 @@ SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942":
 TENSOR_MEMORY_LIMIT = 512
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC[A-Z]*MMA", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 FORBIDDEN_ADVICE = ("C7510", "C7511", "C7514", "C7515", "C7519")
-# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up.
+ALLOWED_BEFORE_39 = ("C7519",)  # assembler 12.8 adds a fence where 13.4 does not; products in a row are counted by their waits
+# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up to 256.
+# Most are a few registers, in row blocks. Kilobytes: bf16x3 at 256 lanes, where the stream and two parts of its operand fill
+# the registers of 8 warps, and no tile of fewer rows goes through Hopper's matrix unit; fp32 at 128 lanes, which is for checks
+# alone.
 SPILL_BUDGET: dict[str, int] = {
     "sm_90 S256 bf16 tile": 256,
-    "sm_90 S256 bf16 blocks": 512,
-    "sm_90 S128 bf16x3 tile": 768,
+    "sm_90 S256 bf16 blocks": 768,
+    "sm_90 S64 bf16x3 tile": 256,
+    "sm_90 S128 bf16x3 tile": 1280,
     "sm_90 S128 bf16x3 blocks": 768,
-    "sm_90 S256 bf16x3 tile": 3072,
+    "sm_90 S256 bf16x3 tile": 3328,
     "sm_90 S256 bf16x3 blocks": 4864,
+    "sm_90 S32 tf32 blocks": 256,
     "sm_90 S64 tf32 blocks": 256,
     "sm_90 S128 tf32 tile": 256,
-    "sm_90 S128 tf32 blocks": 1024,
+    "sm_90 S128 tf32 blocks": 1280,
+    "sm_90 S16 fp32 blocks": 256,
+    "sm_90 S32 fp32 tile": 256,
     "sm_90 S128 fp32 tile": 1536,
-    "sm_100 R16 bf16 blocks": 256,
-    "sm_100 R64 bf16 tile": 256,
-    "sm_100 S16 bf16 blocks": 256,
-    "sm_100 S128 bf16 tile": 256,
-    "sm_100 S128 bf16 blocks": 256,
-    "sm_100 S256 bf16 tile": 3072,
-    "sm_100 S256 bf16 blocks": 1280,
-    "sm_100 S32 bf16x3 tile": 256,
-    "sm_100 S64 bf16x3 tile": 256,
-    "sm_100 S64 bf16x3 blocks": 256,
-    "sm_100 S128 bf16x3 tile": 2048,
-    "sm_100 S128 bf16x3 blocks": 1536,
-    "sm_100 S256 bf16x3 tile": 1792,
-    "sm_100 S256 bf16x3 blocks": 2048,
-    "sm_100 S64 tf32 tile": 512,
+    "sm_90 S128 fp32 blocks": 1792,
+    "sm_100 R64 bf16 tile": 512,
+    "sm_100 S64 bf16 tile": 256,
+    "sm_100 S256 bf16 tile": 512,
+    "sm_100 S256 bf16 blocks": 512,
+    "sm_100 S64 bf16x3 blocks": 512,
+    "sm_100 S128 bf16x3 tile": 512,
+    "sm_100 S128 bf16x3 blocks": 768,
+    "sm_100 S256 bf16x3 tile": 2048,
+    "sm_100 S256 bf16x3 blocks": 2816,
+    "sm_100 S64 tf32 blocks": 256,
+    "sm_100 S128 tf32 blocks": 256,
+    "sm_100 S16 fp32 blocks": 256,
+    "sm_100 S128 fp32 tile": 1536,
+    "sm_100 S128 fp32 blocks": 1792,
     "sm_80 S64 bf16 blocks": 256,
     "sm_80 S128 bf16 tile": 768,
     "sm_80 S128 bf16 blocks": 512,
@@ -75,25 +86,30 @@ SPILL_BUDGET: dict[str, int] = {
     "sm_80 S32 bf16x3 blocks": 256,
     "sm_80 S64 bf16x3 tile": 256,
     "sm_80 S64 bf16x3 blocks": 768,
-    "sm_80 S128 bf16x3 tile": 3328,
-    "sm_80 S128 bf16x3 blocks": 768,
     "sm_80 S256 bf16x3 tile": 1024,
+    "sm_80 S256 bf16x3 blocks": 512,
+    "sm_80 S32 tf32 blocks": 256,
+    "sm_80 S64 tf32 tile": 256,
+    "sm_80 S64 tf32 blocks": 256,
+    "sm_80 S128 tf32 tile": 256,
+    "sm_80 S128 tf32 blocks": 256,
+    "sm_80 S128 fp32 tile": 1280,
+    "sm_80 S128 fp32 blocks": 1792,
     "gfx942 S16 bf16 blocks": 256,
     "gfx942 S32 bf16 blocks": 256,
     "gfx942 S64 bf16 blocks": 256,
     "gfx942 S128 bf16 tile": 256,
     "gfx942 S128 bf16 blocks": 256,
+    "gfx942 S256 bf16 tile": 256,
     "gfx942 S256 bf16 blocks": 256,
-    "gfx942 S16 bf16x3 blocks": 256,
     "gfx942 S32 bf16x3 blocks": 256,
     "gfx942 S64 bf16x3 blocks": 256,
-    "gfx942 S128 bf16x3 tile": 512,
-    "gfx942 S128 bf16x3 blocks": 512,
-    "gfx942 S256 bf16x3 tile": 768,
-    "gfx942 S256 bf16x3 blocks": 512,
+    "gfx942 S128 bf16x3 tile": 256,
+    "gfx942 S128 bf16x3 blocks": 256,
+    "gfx942 S256 bf16x3 tile": 256,
+    "gfx942 S256 bf16x3 blocks": 256,
     "gfx942 S64 fp32 blocks": 256,
     "gfx942 S128 fp32 blocks": 256,
-    "gfx942 S256 bf16 tile": 256,
     "gfx950 S16 bf16 blocks": 256,
     "gfx950 S32 bf16 blocks": 256,
     "gfx950 S64 bf16 blocks": 512,
@@ -102,10 +118,25 @@ SPILL_BUDGET: dict[str, int] = {
     "gfx950 S256 bf16 tile": 256,
     "gfx950 S256 bf16 blocks": 256,
     "gfx950 S16 bf16x3 blocks": 256,
+    "gfx950 S32 bf16x3 blocks": 256,
+    "gfx950 S64 bf16x3 blocks": 256,
+    "gfx950 S128 bf16x3 tile": 256,
+    "gfx950 S128 bf16x3 blocks": 256,
+    "gfx950 S256 bf16x3 tile": 256,
+    "gfx950 S256 bf16x3 blocks": 256,
+    "gfx950 S64 fp32 blocks": 256,
+    "gfx950 S128 fp32 blocks": 256,
 }
-VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 OLDER_SPILLS = 2048  # bytes that Triton before 3.9 may spill beyond a row's budget; its register counts move by tens
+# Kernels beside the fused ones: no matrix unit asked for, no row of the table, and nothing to spill.
+SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "measure": (measure, dict(BLOCK=BLOCK)),
+    "decide": (decide, dict(LANES=LANES, CHUNKS=MOST_CHUNKS, RULE="contraction", ON_STALL="damp", ENDLESS=False)),
+    "advance": (advance, dict(BLOCK=BLOCK, DAMPS=True)),
+    "linear": (linear_rows, dict(ROWS=32, COLUMNS=32, KB=32)),
+}
 LEAST_INSTRUCTIONS = 500  # a kernel that asks too much tensor memory compiles to an empty trap, silently
+LEAST_SMALL_INSTRUCTIONS = 50
 
 
 @dataclass
@@ -183,17 +214,43 @@ def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -
     began = time.time()
     compiled = compile_row(launch, target, kernel, **changes)
     report.seconds = time.time() - began
-    report.shared = compiled.metadata.shared
-    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
-    if target.startswith("sm_"):
-        _read_cubin(compiled.asm["cubin"], report)
-        _read_advice(compiled.asm["ptx"], target, report)
-    else:
-        _read_amdgcn(compiled.asm["amdgcn"], report)
+    _read(compiled, report)
     report.faults = tuple(faults_of(launch, report))
     if kernel == "tile" and launch.resident:
         report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
     return report
+
+
+def examine_small(name: str, target: str) -> Report:
+    """Compile one of the kernels beside the fused ones and read its figures."""
+    function, constants = SMALL[name]
+    report = Report(target, name, "small", "fp32", 0, 4)
+    pointers = ("new", "old", "sums", "read_sums", "floats", "image", "state", "final", "source", "weight", "bias", "target")
+    types = dict.fromkeys(pointers, "*fp32") | dict.fromkeys(("ints", "moves", "noted", "limit"), "*i32")
+    types |= dict.fromkeys(("tol", "phi"), "fp32")
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    began = time.time()
+    compiled = triton.compile(source, target=TARGETS[target], options=dict(num_warps=4))
+    report.seconds = time.time() - began
+    _read(compiled, report)
+    if report.spilled:
+        report.faults = (f"{report.spilled} bytes spilled, the budget is 0",)
+    if report.instructions < LEAST_SMALL_INSTRUCTIONS:
+        report.faults += (f"{report.instructions} instructions: an empty kernel",)
+    return report
+
+
+def _read(compiled: Any, report: Report) -> None:
+    report.shared = compiled.metadata.shared
+    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
+    if report.target.startswith("sm_"):
+        _read_cubin(compiled.asm["cubin"], report)
+        _read_advice(compiled.asm["ptx"], report.target, report)
+    else:
+        _read_amdgcn(compiled.asm["amdgcn"], report)
 
 
 def _tool(name: str) -> str:
@@ -215,14 +272,17 @@ def _read_cubin(cubin: bytes, report: Report) -> None:
 
 
 def _read_advice(ptx: str, target: str, report: Report) -> None:
-    """Spills and warnings, from the assembler's own account."""
-    name = _tool("ptxas-blackwell" if Path(_tool("ptxas-blackwell")).exists() and target != "sm_80" else "ptxas")
+    """Spills and warnings, from the account of the assembler that Triton takes, with Triton's options."""
+    options = ["--regAllocOptLevel=2"] if VERSION >= (3, 9) else []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
         chip = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-        command = [name, "-v", f"--gpu-name={chip[1] if chip else target}", str(path), "-o", f"{folder}/kernel.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True).stderr
+        command = [get_ptxas(TARGETS[target].arch).path, "-v", *options, f"--gpu-name={chip[1] if chip else target}"]
+        done = subprocess.run([*command, str(path), "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True)
+    said = done.stderr
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {said[-500:]}")
     report.spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
     report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
 
@@ -272,7 +332,8 @@ def faults_of(launch: Launch, report: Report) -> list[str]:
         faults.append(f"{report.instructions} instructions: an empty kernel")
     if report.target == "sm_90" and report.waits > 0.75 * report.matrix_instructions > 0:
         faults.append(f"{report.waits} waits for {report.matrix_instructions} matrix instructions: serialised")
-    faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE]
+    allowed = () if VERSION >= (3, 9) else ALLOWED_BEFORE_39
+    faults += [f"ptxas {code}" for code in report.advice if code in FORBIDDEN_ADVICE and code not in allowed]
     budget = SPILL_BUDGET.get(f"{report.target} {report.row} {report.precision} {report.kernel}", 0)
     budget += 0 if VERSION >= (3, 9) else OLDER_SPILLS
     if report.spilled > budget:
@@ -283,21 +344,37 @@ def faults_of(launch: Launch, report: Report) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="sm_90", help=f"{', '.join(TARGETS)} or all")
-    parser.add_argument("--kernel", default="all", help="a row's name, such as S256, or all")
+    parser.add_argument("--kernel", default="all", help=f"a row's name, such as S256, or all; or {', '.join(SMALL)}")
     parser.add_argument("--precision", default="all")
     parser.add_argument("--json", help="write the reports to a file")
     chosen = parser.parse_args()
-    reports = []
+    reports, n_told = [], 0
     for target in TARGETS if chosen.target == "all" else [chosen.target]:
+        too_old = why_not_compiled(target)
+        if too_old:
+            print(f"{target}  {too_old}", flush=True)
+            n_told += 1
         for launch in LAUNCHES:
             if (
                 target in launch.targets
+                and not too_old
                 and chosen.kernel in ("all", launch.name)
                 and chosen.precision in ("all", launch.precision)
             ):
                 for kernel in ("tile", "blocks"):
                     reports.append(examine(launch, target, kernel))
                     print_report(reports[-1])
+        for name in SMALL:
+            if chosen.kernel in ("all", name) and chosen.precision == "all":
+                reports.append(examine_small(name, target))
+                print_report(reports[-1])
+        for names, precision, targets, reason in NOT_OFFERED:
+            for name in names.split() if target in targets else ():
+                if chosen.kernel in ("all", name) and chosen.precision in ("all", precision):
+                    print(f"{target}  {name}  {precision}  not offered: {reason}", flush=True)
+                    n_told += 1
+    if not reports and not n_told:
+        sys.exit(f"nothing to compile: {chosen.target} has no row {chosen.kernel} in {chosen.precision}")
     if chosen.json:
         Path(chosen.json).write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")
     sys.exit(any(report.faults for report in reports))

@@ -111,9 +111,11 @@ def normalise(x, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr, NORM: tl.
 
 @triton.jit
 def activate(u, ACT: tl.constexpr, FAST: tl.constexpr):
-    """ReLU or tanh-GELU; with FAST, the tanh of the special function unit, whose error is below bfloat16's rounding."""
+    """ReLU, GELU or tanh-GELU; with FAST, the tanh of the special function unit, whose error is below bfloat16's rounding."""
     if ACT == "relu":
         return tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACT == "gelu":
+        return 0.5 * u * (1.0 + tl.erf(u * 0.7071067811865476))
     else:
         z = u * (0.7978845608028654 + 0.035677408136300125 * u * u)
         if FAST:
@@ -122,6 +124,12 @@ def activate(u, ACT: tl.constexpr, FAST: tl.constexpr):
             return half + half * t
         else:
             return u / (1.0 + tl.exp2(z * -2.8853900817779268))
+
+
+@triton.jit
+def gated(gate, u):
+    """silu(gate) u, the hidden units of SwiGLU (Shazeer, 2020)."""
+    return gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * u
 
 
 @triton.jit

@@ -11,7 +11,7 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
-from loopkernels import aot
+from loopkernels import aot, table
 from loopkernels.launch import LAUNCHES, MOST_TOKENS
 
 
@@ -30,6 +30,50 @@ def test_one_row_of_each_kernel_passes_its_gates(name, target, kernel):
     assert report.faults == ()
     assert report.matrix_instructions > 0
     assert 0 < report.shared <= aot.SHARED_LIMIT[target]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu_gated"])
+def test_resident_weights_with_every_activation(activation):
+    """What the interpreter does not see: an index into weights that are held must be known when the kernel is compiled."""
+    report = aot.examine(row("R16"), "sm_90", "tile", ACT=activation)
+    assert report.faults == ()
+    assert report.matrix_instructions > 0
+
+
+@pytest.mark.parametrize("name", aot.SMALL)
+def test_the_kernels_beside_the_fused_ones(name):
+    assert aot.examine_small(name, "sm_90").faults == ()
+
+
+def test_what_a_target_does_not_offer_is_told(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["aot", "--target", "sm_80", "--kernel", "R64"])
+    with pytest.raises(SystemExit) as end:
+        aot.main()
+    assert not end.value.code
+    assert "R64  bf16  not offered: the matrix unit takes no operands from shared memory" in capsys.readouterr().out
+    for names, precision, targets, _ in table.NOT_OFFERED:
+        for name in names.split():
+            for target in targets:
+                assert table.why_not_offered(int(name[1:]), precision, target) or name[0] == "R"
+                assert not [x for x in LAUNCHES if (x.name, x.precision) == (name, precision) and target in x.targets]
+    monkeypatch.setattr("sys.argv", ["aot", "--target", "sm_80", "--kernel", "S9"])
+    with pytest.raises(SystemExit, match="nothing to compile"):
+        aot.main()
+
+
+def test_every_row_is_offered_or_its_absence_explained():
+    for target in aot.TARGETS:
+        for precision in table.PRECISIONS:
+            for width in (16, 32, 64, 128, 256):
+                is_there = any(x.width == width and x.precision == precision and target in x.targets for x in LAUNCHES)
+                assert is_there or table.why_not_offered(width, precision, target)
+
+
+def test_a_budget_is_of_a_row_that_there_is():
+    for entry in aot.SPILL_BUDGET:
+        target, name, precision, kernel = entry.split()
+        assert kernel in ("tile", "blocks")
+        row(name, precision, target)
 
 
 def test_gates_see_what_is_wrong():

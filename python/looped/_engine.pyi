@@ -101,6 +101,27 @@ def fingerprint(pieces: Sequence[tuple[int, int]]) -> int:
 def fma_peak(n_threads: int = 1, seconds: float = 0.1, double: bool = False) -> float:
     """GFLOP/s of all threads together, over the time from their common start to the end of the last. seconds: at most 60."""
 
+class Group:
+    """Prompts that take equally many rows of a GPU kernel's tiles: one launch."""
+
+    @property
+    def slot_rows(self) -> int:
+        """The power of two of at least 16 that holds each of them, or whole tiles where they are longer than one."""
+
+    @property
+    def order(self) -> np.ndarray:
+        """int32 [n]: numbers of the prompts, longest first."""
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [n, 2]: tile and row at which each begins while all wait."""
+
+def pack(lengths: np.ndarray, tile_rows: int) -> list[Group]:
+    """How ragged prompts (int64 [B]) share tiles: every prompt in one group, groups of most rows first.
+
+    Raises ValueError for a negative length, or tile_rows that are not a power of two of at least 16.
+    """
+
 class kernels:  # noqa: N801  a module
     """The kernels of this processor one by one, for tests and benchmarks (csrc/bindings/kernels.cpp).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, eager, triton
+from looped.backends import cpu, device, eager, graph, triton
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
@@ -23,7 +24,7 @@ from looped.weights import first_weight
 
 Prompts = Tensor | np.ndarray | Sequence[Tensor | np.ndarray]
 
-BACKENDS = ("auto", "cpu", "eager", "triton")
+BACKENDS = ("auto", "cpu", "eager", "graph", "triton")
 ON_INTERRUPT = ("raise", "return")
 GOLDEN = 0.6180339887498949  # its multiples modulo 1 are far apart
 
@@ -44,6 +45,7 @@ def solve(
     return_predictions: bool = False,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
+    allow_batch_dependent: bool = False,
     progress: bool | OnProgress | None = None,
     on_interrupt: str = "raise",
 ) -> LoopResult:
@@ -63,10 +65,14 @@ def solve(
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
         return_predictions: the read-out after every loop, too.
-        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"eager"``; or ``"auto"``, which takes
-            the kernels on a GPU and the C++ engine on a CPU where it can, and says once in the log why where it cannot. The
-            result's `backend` and `reason` tell which one ran and why.
+        backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"graph"``, ordinary kernels in a CUDA
+            graph; ``"eager"``; or ``"auto"``, which takes the C++ engine on a CPU, and on a GPU the fused kernels or else the
+            graph, where it can, and says once in the log why where it cannot. The result's `backend` and `reason` tell which
+            one ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
+        allow_batch_dependent: with ``"auto"`` on a GPU, also choose by the number of prompts: a few of them go to ``"graph"``
+            where that should be faster, and their results may then differ in the last bits with the batch they come in. On a
+            CPU it changes nothing, and `reason` says so.
         progress: True shows a bar on standard error when the call takes over two seconds; or a function
             `progress(n_finished, n_prompts)`, called now and then and at the end. What it raises ends the call and comes out.
         on_interrupt: what Ctrl-C does: ``"raise"`` a `looped.Interrupted`, a KeyboardInterrupt with the `result` so far, or
@@ -78,12 +84,12 @@ def solve(
     Raises ValueError or TypeError, naming the prompt, for what does not fit the model. A prompt that holds NaN or infinity ends
     as Status.NONFINITE and leaves its neighbours alone.
     """
-    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
+    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     if on_interrupt not in ON_INTERRUPT:
         raise ValueError(f"solve: on_interrupt={on_interrupt!r} is not one of {', '.join(ON_INTERRUPT)}")
     batch = _Batch.of(model := _in_dtype(model, dtype), prompts, lengths, state)
     with reporter(progress, len(batch.own_lengths)) as on_progress:
-        result = _run(model, batch, spec, state, backend, on_progress)
+        result = _run(model, batch, spec, state, backend, allow_batch_dependent, on_progress)
     if result.interrupted and on_interrupt == "raise":
         raise Interrupted(result)
     return result
@@ -95,6 +101,7 @@ def repack(model: LoopedTransformer) -> None:
     Needed after edits through `.data` only: other edits are seen, and the C++ engine sees these too.
     """
     triton.forget(model)
+    graph.forget(model)
 
 
 def solve_iter(
@@ -109,6 +116,7 @@ def solve_iter(
     return_predictions: bool = False,
     backend: str = "auto",
     dtype: torch.dtype | None = None,
+    allow_batch_dependent: bool = False,
     progress: bool | OnProgress | None = None,
 ) -> Iterator[PromptResult]:
     """`solve` for any number of prompts, in order, in memory bounded by `batch_size` prompts.
@@ -120,7 +128,7 @@ def solve_iter(
     """
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"solve_iter: batch_size={batch_size!r} must be an integer of at least 1")
-    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend)
+    spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     model = _in_dtype(model, dtype)
     reports = reporter(progress, len(prompts) if isinstance(prompts, Sized) else None)
 
@@ -145,7 +153,7 @@ def solve_iter(
             batch = _Batch.of(model, prompts, None, None)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{error} (prompts of this batch are counted from {n_done})") from error
-        result = _run(model, batch, spec, None, backend, of_all)
+        result = _run(model, batch, spec, None, backend, allow_batch_dependent, of_all)
         if result.interrupted:
             raise Interrupted(result, n_done)
         for i in range(len(result)):
@@ -162,9 +170,15 @@ def _spec(
     accelerate: Anderson | str | None,
     return_predictions: bool,
     backend: str,
+    allow_batch_dependent: bool,
 ) -> LoopSpec:
     if backend not in BACKENDS:
         raise ValueError(f"solve: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    if allow_batch_dependent and backend != "auto":
+        raise ValueError(
+            'solve: allow_batch_dependent is for backend="auto", which may then choose by the number of prompts; drop it: '
+            f"backend={backend!r} leaves no choice"
+        )
     rule = make_exit(exit)
     if rule.scope == "prefix" and model.config.mask_kind != "causal":
         raise ValueError('solve: scope="prefix" needs a causal mask; use scope="prompt" with this model')
@@ -183,9 +197,10 @@ def _run(
     spec: LoopSpec,
     state: LoopState | Prompts | None,
     backend: str,
+    allow_batch_dependent: bool,
     on_progress: Callable[[int], object] | None,
 ) -> LoopResult:
-    run, reason = _choose(model, spec, backend)
+    run, reason = _choose(model, spec, backend, batch.own_lengths if allow_batch_dependent else None, batch.tokens.shape[1])
     result = run(model, batch.tokens, batch.lengths, spec, batch.state(model, state), on_progress)
     if on_progress and not result.interrupted:
         try:
@@ -196,28 +211,44 @@ def _run(
     return dataclasses.replace(result, **batch.like_input(model, result), reason=reason, state=state_here)
 
 
-def _choose(model: LoopedTransformer, spec: LoopSpec, backend: str) -> tuple[Callable[..., LoopResult], str]:
-    """The backend that runs this, and why that one. Raises ValueError where the one asked for cannot."""
+def _choose(
+    model: LoopedTransformer, spec: LoopSpec, backend: str, few: list[int] | None, n_tokens: int
+) -> tuple[Callable[..., LoopResult], str]:
+    """The backend that runs this, and why that one. few: lengths of the prompts, where the choice may depend on them.
+
+    Raises ValueError where the one asked for cannot.
+    """
     if backend == "eager":
         return eager.run, "asked for"
-    if backend == "triton" or (backend == "auto" and first_weight(model).device.type == "cuda"):
-        obstacle = triton.why_not(model, spec)
-        if obstacle is None:
-            return triton.run, "asked for" if backend == "triton" else "the fastest that runs this model on a GPU"
-        if backend == "triton":
-            raise ValueError(f'solve: backend="triton" cannot run this: {obstacle}; use backend="auto" or "eager"')
-    else:
-        obstacle = cpu.why_not(model, spec)
-    if backend == "cpu":
+    runs: dict[str, tuple[Callable[..., LoopResult], str | None]] = {}
+    on_gpu = device.is_on_gpu(first_weight(model))
+    if backend == "cpu" or (backend == "auto" and not on_gpu):
+        runs["cpu"] = cpu.run, cpu.why_not(model, spec)
+    if backend == "triton" or (backend == "auto" and on_gpu):
+        runs["triton"] = triton.run, triton.why_not(model, spec) or triton.too_long(n_tokens)
+    if backend == "graph" or (backend == "auto" and on_gpu):
+        runs["graph"] = graph.run, graph.why_not(model, spec)
+    if backend != "auto":
+        run, obstacle = runs[backend]
         if obstacle:
-            raise ValueError(f'solve: backend="cpu" cannot run this: {obstacle}; use backend="auto" or "eager"')
-        return cpu.run, "asked for"
-    if obstacle is None:
-        return cpu.run, "the fastest that runs this model on a CPU"
-    if obstacle not in _logged:
-        _logged.add(obstacle)
-        log.info("solve: the eager backend runs this: %s", obstacle)
-    return eager.run, obstacle
+            raise ValueError(f'solve: backend="{backend}" cannot run this: {obstacle}; use backend="auto" or "eager"')
+        return run, "asked for"
+    if few is not None and on_gpu and runs["graph"][1] is None and runs["triton"][1] is None:
+        reason = triton.why_not_for_few(model, few)
+        if reason:
+            return graph.run, reason
+    reasons = {"cpu": "the fastest that runs this model on a CPU", "triton": "the fastest that runs this model on a GPU"}
+    runs["eager"] = eager.run, None
+    refused = list(itertools.takewhile(lambda entry: entry[1] is not None, runs.values()))
+    obstacles = list(dict.fromkeys(obstacle for _, obstacle in refused if obstacle))
+    name, (run, _) = list(runs.items())[len(refused)]
+    reason = "; ".join(obstacles) or reasons[name]
+    if obstacles and reason not in _logged:
+        _logged.add(reason)
+        log.info("solve: the %s backend runs this: %s", name, reason)
+    if few is not None and not on_gpu:
+        reason += "; allow_batch_dependent has no meaning on a CPU"
+    return run, reason
 
 
 def _in_dtype(model: LoopedTransformer, dtype: torch.dtype | None) -> LoopedTransformer:
@@ -278,9 +309,10 @@ class _Batch:
         own = own_tokens(self.tokens.shape[1], self.lengths)
         tokens = clear_padding(self.tokens.double() if self.tokens.dtype == torch.bfloat16 else self.tokens, own).flatten(1)
         n_tokens = self.tokens.shape[1] if self.lengths is None else self.lengths
+        if tokens.device.type != "cpu":  # weights made there: a copy from the host could not be captured in a CUDA graph
+            places = torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64, device=tokens.device)
+            return (tokens.double() * (0.5 + places * GOLDEN % 1)).sum(dim=1) + n_tokens
         weights = _weights_of_places(tokens.shape[1])
-        if tokens.device.type != "cpu":
-            return (tokens.double() * torch.from_numpy(weights).to(tokens.device)).sum(dim=1) + n_tokens
         # NumPy's own thread: PyTorch's others would spin for a while after this, on the processors that the engine needs.
         with np.errstate(invalid="ignore", over="ignore"):
             sums = (tokens.numpy() * weights).sum(axis=1)

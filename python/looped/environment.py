@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from looped.backends import cpu, triton
+from looped.backends import cpu, graph, triton
 from looped.pretrained import bundled_models
 
 PACKAGES = (
@@ -36,7 +36,12 @@ def environment() -> dict[str, dict[str, Any]]:
         devices |= {f"cuda:{i}": torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     else:
         devices["cuda"] = "none: " + ("this torch is built without CUDA" if torch.version.cuda is None else "no device found")
-    backends = {"cpu": cpu.describe(), "triton": triton.describe(), "eager": "works on CPU and CUDA tensors"}
+    backends = {"cpu": cpu.describe(), "triton": triton.describe(), "graph": graph.describe()}
+    backends |= {"eager": "works on CPU and CUDA tensors"}
+    backends |= {
+        "auto, on a CPU": "cpu, else eager",
+        "auto, on a GPU": "triton, else graph, else eager; result.reason",
+    }
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
 
 

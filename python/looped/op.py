@@ -12,7 +12,10 @@ y [B, T, C] is the final state F; n_loops int64 [B], status int64 [B] (`looped.S
 n_loops entries. The bits are those of `looped.solve`, but that under the rule `fixed` prompts whose state leaves the finite
 numbers run all loops, as plain PyTorch runs them. Inference only: there is no gradient.
 
-A device joins with `loop.register_kernel("cuda")` and an entry in `looped.model.FUSED`.
+On a CPU this is the C++ engine, on a GPU the fused Triton kernels, or ordinary kernels in a CUDA graph where these cannot run
+the model, or else the eager backend. On a GPU a prompt whose state leaves the finite numbers keeps the state of that loop
+under every rule: to look for such prompts, the host would have to wait for the device. A device joins with
+`loop.register_kernel` and an entry in `looped.model.FUSED`.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, eager
+from looped.backends import cpu, device, eager, graph, triton
 from looped.config import LoopedConfig
 from looped.exits import RULES, ExitRule, make_exit
-from looped.loop import LoopSpec, Status
+from looped.loop import LoopResult, LoopSpec, Status
 from looped.model import FUSED, LoopedTransformer, loop_count
 from looped.weights import weights_of
 
@@ -37,6 +40,10 @@ SCHEMA = (
     "(Tensor x, Tensor? lengths, Tensor[] weights, Tensor? state, str spec)"
     " -> (Tensor y, Tensor n_loops, Tensor status, Tensor residual, Tensor predictions)"
 )
+
+# The host reads the lengths, and looks at the device between graphs of its own, so torch.compile must not capture the operator
+# in a graph; older versions of PyTorch have no word for it.
+TAGS: dict[str, Any] = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -129,29 +136,56 @@ def run_on(
     return states[-1], torch.stack(read, dim=1) if how.return_predictions else read[0]
 
 
-@torch.library.custom_op("looped::loop", mutates_args=(), device_types="cpu", schema=SCHEMA)
+@torch.library.custom_op("looped::loop", mutates_args=(), device_types="cpu", schema=SCHEMA, **TAGS)
 def loop(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str) -> Outputs:
     """The C++ engine where it is there and serves the dtype, else the eager backend."""
+    model, how, named, x, lengths = _arguments(x, lengths, weights, spec)
+    if cpu.cannot_run(weights[0], how) or not x.shape[1]:
+        result = eager.run(with_weights(model, weights), x, lengths, how, state)
+    else:
+        result = cpu.run(model, x, lengths, how, state, weights=named)
+    y, n_loops, status, residual, read = _outputs(result, how)
+    wild = status == Status.NONFINITE
+    if how.rule.is_fixed and bool(wild.any()):
+        full, own = with_weights(model, weights), None if lengths is None else lengths[wild]
+        y[wild], read[wild] = run_on(full, x[wild], own, how, None if state is None else state[wild])
+    return y, n_loops, status, residual, read.clone() if read is y else read
+
+
+@loop.register_kernel("cuda")
+def loop_on_gpu(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str) -> Outputs:
+    """The fused kernels where they run this model, else a CUDA graph of ordinary ones, else the eager backend."""
+    model, how, named, x, lengths = _arguments(x, lengths, weights, spec)
+    if x.shape[1] and not (triton.cannot_run(model.config, named, how) or triton.too_long(x.shape[1])):
+        result = triton.run(model, x, lengths, how, state, weights=named)
+    else:
+        full = with_weights(model, weights)
+        if x.shape[1] and graph.why_not(full, how) is None:
+            result = graph.run(full, x, lengths, how, state, weights=named)
+        else:
+            result = eager.run(full, x, lengths, how, state)
+    y, n_loops, status, residual, read = _outputs(result, how)
+    return y, n_loops, status, residual, read.clone() if read is y else read
+
+
+def _arguments(
+    x: Tensor, lengths: Tensor | None, weights: list[Tensor], spec: str
+) -> tuple[LoopedTransformer, LoopSpec, dict[str, Tensor], Tensor, Tensor | None]:
     model, how = decode(spec)
     names = weights_of(model)
     if len(weights) != len(names):
         raise ValueError(f"looped::loop: spec describes a model of {len(names)} weights, got {len(weights)}")
     x = x.long() if model.config.input_kind == "tokens" else x
-    lengths = _checked(lengths, x)
-    if cpu.cannot_run(weights[0], how) or not x.shape[1]:
-        result = eager.run(with_weights(model, weights), x, lengths, how, state)
-    else:
-        result = cpu.run(model, x, lengths, how, state, weights=dict(zip(names, weights, strict=True)))
+    return model, how, dict(zip(names, weights, strict=True)), x, _checked(lengths, x)
+
+
+def _outputs(result: LoopResult, how: LoopSpec) -> Outputs:
     if result.interrupted:
         raise KeyboardInterrupt
     y, read = result.y, result.predictions if how.return_predictions else result.prediction
     assert isinstance(y, Tensor)
     assert isinstance(read, Tensor)
-    wild = result.status == Status.NONFINITE
-    if how.rule.is_fixed and bool(wild.any()):
-        full, own = with_weights(model, weights), None if lengths is None else lengths[wild]
-        y[wild], read[wild] = run_on(full, x[wild], own, how, None if state is None else state[wild])
-    return y, result.n_loops, result.status, result.residual, read.clone() if read is y else read
+    return y, result.n_loops, result.status, result.residual, read
 
 
 def _checked(lengths: Tensor | None, x: Tensor) -> Tensor | None:
@@ -206,3 +240,4 @@ def _(
 
 
 FUSED["cpu"] = tuple(cpu.DTYPES) if cpu.is_there() else ()
+FUSED["cuda"] = device.DTYPES if device.is_there() else ()

@@ -1,6 +1,7 @@
 """When prompts leave: rules, stalls, resuming, neighbours, non-finite states, and the edges of every count."""
 
 import math
+import mmap
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from tolerances import FP32
 
 import looped
 from looped.exits import Absolute, Contraction, Exact, Fixed, Readout, Relative
+
+MAP_NORESERVE = 0x4000  # of Linux; Python names it since 3.12
 
 LENGTHS = [5, 20, 9, 3, 30, 1]
 
@@ -240,6 +243,15 @@ def test_weights_that_changed_are_packed_again(tiles):
     assert agrees()
     model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()}, assign=True)
     assert agrees()
+    model.bfloat16().float()
+    assert agrees()
+    # Other numbers in a parameter of the same version, in memory at an address that was given back.
+    place = bytearray(model.core[0].mlp.proj.weight.nbytes)
+    for scale in (1.0, 3.0):
+        numbers = torch.frombuffer(place, dtype=torch.float32).view_as(model.core[0].mlp.proj.weight)
+        numbers.copy_(scale * torch.randn(numbers.shape, generator=torch.Generator().manual_seed(0)))
+        model.core[0].mlp.proj.weight.data = numbers
+        assert agrees()
 
 
 def test_strides_of_the_input_do_not_matter(tiles):
@@ -266,6 +278,45 @@ def test_what_the_kernels_do_not_run_is_named():
     wide = icl_model(dtype=torch.float32, d_model=512, n_heads=8)
     with pytest.raises(ValueError, match="512 wide"):
         looped.solve(wide, prompts, backend="triton")
+
+
+@pytest.mark.parametrize(("kernel", "length"), [("loop_tile", 41), ("loop_blocks", 70)])
+def test_offsets_beyond_32_bits(tiles, monkeypatch, kernel, length):
+    """The prompt whose numbers begin beyond 2^31 of them, in memory of which only its own pages are ever touched."""
+    from loopkernels import launch
+
+    tiles(64)
+    _, model = pair(std=0.1, n_heads=1)
+    prompt = prompts_of([length])[0].float()
+    want = looped.solve(model, [prompt], n_loops=2, backend="triton").y[0]
+    per_prompt = length * 16
+    last = 2**31 // per_prompt + 1
+
+    def sparse(own, dtype):
+        size = own.numel() * (last + 1)
+        pages = mmap.mmap(-1, size * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        whole = torch.frombuffer(pages, dtype=dtype).view(last + 1, *own.shape)
+        whole[last] = own
+        return whole
+
+    real, seen = getattr(launch, kernel), []
+
+    class Far:
+        def __getitem__(self, grid):
+            def run(prompts, start, final, going, before, ints, floats, order, lengths, *rest, **constants):
+                far = [sparse(x[0], torch.float32) for x in (prompts, start, final)]
+                memory = sparse(ints[0], torch.int32), sparse(floats[0], torch.float32)
+                order, lengths = torch.full_like(order, last), sparse(lengths[0], torch.int32)
+                real[grid](*far, far[2], before, *memory, order, lengths, *rest, **constants)
+                final.copy_(far[2][last:])
+                seen.append(far[2].numel())
+
+            return run
+
+    monkeypatch.setattr(launch, kernel, Far())
+    got = looped.solve(model, [prompt], n_loops=2, backend="triton").y[0]
+    assert seen[0] > 2**31
+    assert torch.equal(got, want)
 
 
 def test_the_watchdog_ends_a_loop_whose_counter_never_moves(tiles):

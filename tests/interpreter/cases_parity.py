@@ -50,26 +50,43 @@ def assert_same(got, want, tol=FP32):
     torch.testing.assert_close(got.residual, want.residual, rtol=1e-2 if tol > 1e-4 else 1e-4, atol=tol)
 
 
-# Width, heads, lengths, loops: off the grid of tiles, one token, more heads than lanes of a tile, unequal lengths.
-SHAPES = [
-    (16, 1, [1], 2),
-    (16, 4, [41, 5, 1], 1),
-    (20, 4, [5, 17, 3], 2),
-    (48, 3, [5, 82], 1),
-    (64, 4, [5, 7, 1, 16, 2, 3, 9], 2),
-    (32, 8, [41], 20),
-    (96, 4, [7, 41], 1),
-    (96, 12, [7], 1),
-    (128, 4, [41, 5], 1),
-    (128, 8, [101], 1),
-]
+# Tokens, width, heads, prompts, loops, kernel: off the grid of tiles, and any two values of two columns meet in some row, with
+# at least one loop where loops are not one of the two. 20 loops and resident weights (R) are there up to width 64.
+COVER = [
+    (1, 16, 4, 3, 1, "R"), (5, 16, 3, 7, 20, "S"), (41, 16, 8, 1, 1, "R"), (82, 16, 1, 1, 1, "R"),
+    (101, 16, 1, 3, 2, "R"), (1, 20, 3, 3, 2, "R"), (5, 20, 1, 1, 1, "S"), (5, 20, 8, 3, 0, "R"),
+    (41, 20, 1, 1, 1, "R"), (82, 20, 4, 1, 20, "R"), (101, 20, 8, 7, 1, "R"), (1, 48, 3, 1, 0, "R"),
+    (1, 48, 1, 1, 1, "R"), (5, 48, 4, 7, 1, "R"), (41, 48, 1, 3, 20, "R"), (82, 48, 8, 3, 2, "S"),
+    (101, 48, 3, 1, 20, "R"), (1, 64, 8, 1, 20, "S"), (5, 64, 4, 3, 1, "R"), (41, 64, 3, 1, 2, "R"),
+    (82, 64, 1, 7, 1, "R"), (82, 64, 4, 1, 0, "R"), (101, 64, 1, 1, 1, "R"), (1, 96, 1, 3, 1, "S"),
+    (1, 96, 1, 1, 0, "S"), (5, 96, 3, 1, 1, "S"), (41, 96, 4, 7, 1, "S"), (82, 96, 8, 1, 1, "S"),
+    (101, 96, 4, 1, 2, "S"), (1, 128, 1, 7, 2, "S"), (5, 128, 3, 3, 1, "S"), (41, 128, 1, 7, 0, "S"),
+    (41, 128, 8, 1, 1, "S"), (82, 128, 4, 1, 1, "S"), (101, 128, 1, 1, 1, "S"), (1, 256, 1, 7, 1, "S"),
+    (5, 256, 8, 3, 2, "S"), (41, 256, 4, 1, 1, "S"), (82, 256, 3, 1, 1, "S"), (101, 256, 1, 1, 0, "S"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("width", "heads", "lengths", "loops"), SHAPES)
-def test_shapes(tiles, width, heads, lengths, loops):
+@pytest.mark.parametrize(("tokens", "width", "heads", "n_prompts", "loops", "kernel"), COVER)
+def test_shapes(tiles, tokens, width, heads, n_prompts, loops, kernel):
+    tiles(64, resident=kernel == "R", tma=kernel == "S")
+    head_dim = max(1, width // heads)
+    truth, model = pair(std=0.5 / width**0.5, d_model=width, n_heads=heads, head_dim=head_dim)
+    lengths = [max(1, tokens - 3 * i) for i in range(n_prompts)]
+    want, got = both(truth, model, prompts_of(lengths), n_loops=loops)
+    if loops:
+        assert_same(got, want)
+    else:
+        assert torch.equal(got.y.double(), want.y)
+        assert torch.equal(got.n_loops, want.n_loops)
+        torch.testing.assert_close(got.prediction.double(), want.prediction, rtol=FP32, atol=FP32)
+
+
+@pytest.mark.parametrize(("width", "heads", "lengths"), [(16, 4, [41, 5, 1]), (64, 4, [5, 7, 1, 16, 2, 3, 9]), (96, 12, [7])])
+def test_shapes_of_unequal_prompts(tiles, width, heads, lengths):
+    """Slots of several sizes, and more heads than lanes of a tile."""
     tiles(64)
     truth, model = pair(std=0.6 / width**0.5, d_model=width, n_heads=heads)
-    want, got = both(truth, model, prompts_of(lengths), n_loops=loops)
+    want, got = both(truth, model, prompts_of(lengths), n_loops=1)
     assert_same(got, want)
 
 
@@ -88,9 +105,14 @@ def test_the_longest_prompt_of_the_kernels_is_256_tokens_long(tiles):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize(("width", "heads", "n_core"), [(64, 4, 1), (20, 1, 2)])
-def test_resident_weights_give_the_same_bits_as_streamed_ones(tiles, width, heads, n_core):
-    _, model = pair(std=0.6 / width**0.5, d_model=width, n_heads=heads, n_core=n_core)
+@pytest.mark.parametrize(("width", "heads", "changes"), [
+    (64, 4, dict()),
+    (20, 1, dict(n_core=2)),
+    (20, 1, dict(activation="silu_gated")),
+    (16, 2, dict(activation="gelu", n_core=2)),
+])  # fmt: skip
+def test_resident_weights_give_the_same_bits_as_streamed_ones(tiles, width, heads, changes):
+    _, model = pair(std=0.6 / width**0.5, d_model=width, n_heads=heads, **changes)
     prompts = prompts_of([5, 16, 20])
     results = []
     for resident in (True, False):
@@ -115,6 +137,8 @@ BLOCKS = [
     dict(pos_when="once", loop_norm="once"),
     dict(pos_kind="none", n_positions=0, loop_norm="none"),
     dict(activation="relu", bias=False),
+    dict(activation="gelu"),
+    dict(activation="silu_gated", d_ff=50),
     dict(norm_kind="none", loop_norm="none"),
     dict(inject="mul", state_init="ones", pos_when="each_loop"),
     dict(head_dim=5, d_ff=50),
@@ -137,10 +161,11 @@ def test_kinds_of_blocks(tiles, changes, rows, tma):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu_gated"])
 @pytest.mark.parametrize(("rows", "lengths"), [(64, [41, 5, 16, 9]), (16, [20])])
-def test_bf16_is_at_most_twice_as_wrong_as_torch(tiles, rows, lengths):
+def test_bf16_is_at_most_twice_as_wrong_as_torch(tiles, rows, lengths, activation):
     tiles(rows, precision="bf16")
-    truth, model = pair(std=0.1, d_model=64, n_heads=4)
+    truth, model = pair(std=0.1, d_model=64, n_heads=4, activation=activation)
     want, got = both(truth, model, prompts_of(lengths), n_loops=4)
     batch, own = padded(prompts_of(lengths))
     theirs = looped.solve(truth, batch, lengths=own, backend="eager", dtype=torch.bfloat16, n_loops=4)
