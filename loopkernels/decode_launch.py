@@ -1,0 +1,290 @@
+"""From a model's layers and a cache to the decode kernels: the launch table, the cache's arrays, and the launchers.
+
+`LAUNCHES` is data, chosen from by width, precision and device alone. Which kernel runs a row's new tokens follows from how
+many they are: one goes through `decode_tile`, more go through `prefill_blocks` in blocks of 16 rows, or of `block_rows` where
+16 do not hold them. So no bit of a row depends on the other rows of a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loopkernels.decode import decode_tile
+from loopkernels.launch import AMD, AMPERE, HOPPER, Block, Launch, Packed, Stop, pack, padded
+from loopkernels.prefill import prefill_blocks
+
+TILE_ROWS = 16  # the least that a matrix product takes
+POLICIES = ("per_loop", "last_only", "modulo", "first_then_shared")
+POSITIONS = ("none", "once", "each_loop")
+STATES = ("zeros", "ones", "embedding")
+RULES = ("fixed", "exact", "absolute", "relative", "contraction")
+
+
+@dataclass(frozen=True)
+class DecodeLaunch(Launch):
+    """A row of the decode table. rows: of a tile of `decode_tile`.
+
+    block_rows: rows of a block of `prefill_blocks`, for more than 16 new tokens. key_lanes: numbers of one row's keys that
+    `decode_tile` holds at a time. block_keys: keys that `prefill_blocks` holds at a time.
+    """
+
+    block_rows: int = 32
+    key_lanes: int = 512
+    block_keys: int = 32
+
+    def keys(self, head_lanes: int) -> int:
+        """Cached keys that a row of `decode_tile` reads at a time."""
+        return max(4, self.key_lanes // head_lanes)
+
+
+def _rows(targets: tuple[str, ...], precision: str, widths: tuple[int, ...], **options: Any) -> tuple[DecodeLaunch, ...]:
+    return tuple(
+        DecodeLaunch(f"D{width}", targets, width, precision, TILE_ROWS, 4 if width <= 64 else 8, 64, **options)
+        for width in widths
+    )
+
+
+# Chosen from compiled figures (docs/decode_kernel.md): no row has been timed on a device yet.
+LAUNCHES = (
+    *_rows(HOPPER + AMPERE + AMD, "bf16", (16, 32, 64, 128, 256)),
+    *_rows(HOPPER + AMPERE + AMD, "bf16x3", (16, 32, 64, 128, 256)),
+    *_rows(HOPPER + AMPERE, "tf32", (16, 32, 64, 128, 256)),
+    *_rows(HOPPER + AMPERE + AMD, "fp32", (16, 32, 64, 128, 256), stages=1),
+)
+
+
+def choose(block: Block, precision: str, target: str) -> DecodeLaunch | None:
+    """The first row that serves the block's width at this precision on this target, or None."""
+    for launch in LAUNCHES:
+        if launch.width == padded(block.width) and launch.precision == precision and target in launch.targets:
+            return launch
+    return None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a model is repeated, and how loops share the cache.
+
+    n_prelude, n_core, n_coda: layers before, inside and after the loop. state: Y_0, of STATES. positions: when the rows of
+    `table` [n, C] are added, of POSITIONS. policy: of POLICIES; period: N of modulo(N).
+    """
+
+    n_prelude: int
+    n_core: int
+    n_coda: int
+    state: str = "zeros"
+    positions: str = "none"
+    policy: str = "per_loop"
+    period: int = 1
+
+    def slots_of_core(self, n_loops: int) -> int:
+        """Cache slots of a layer of the core."""
+        shared = {"per_loop": n_loops, "last_only": 1, "modulo": min(self.period, n_loops), "first_then_shared": min(2, n_loops)}
+        return shared[self.policy]
+
+    def slots(self, n_loops: int) -> int:
+        """Cache slots of a token."""
+        return self.n_prelude + self.n_core * self.slots_of_core(n_loops) + self.n_coda
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Packed weights of prelude, core and coda, and how they are run."""
+
+    packed: Packed
+    layout: Layout
+    table: Tensor | None
+
+    @property
+    def launch(self) -> DecodeLaunch:
+        launch = self.packed.launch
+        if not isinstance(launch, DecodeLaunch):
+            raise TypeError(f"Decoder: weights packed for {launch.name}, a row of another table")
+        return launch
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values: bfloat16 where the products are, but float32 in the interpreter."""
+        return self.packed.w_in.dtype if self.launch.precision == "bf16" else torch.float32
+
+
+def decoder(block: Block, layout: Layout, table: Tensor | None, launch: DecodeLaunch, emulate: bool = False) -> Decoder:
+    """Weights in tiles for a launch row. block: the layers of prelude, core and coda one after the other."""
+    if len(block.layers) != layout.n_prelude + layout.n_core + layout.n_coda:
+        raise ValueError(f"decoder: {len(block.layers)} layers for {layout}")
+    kept = None if table is None else table.detach().float().contiguous()
+    return Decoder(pack(block, launch, emulate), layout, kept)
+
+
+@dataclass
+class Cache:
+    """What is kept of every token: keys and values [slots, rows, H, capacity, D], loops `used` int32 [rows, capacity], last state
+    `rest` float32 [rows, capacity, C]. What was not written is never read."""
+
+    keys: Tensor
+    values: Tensor
+    used: Tensor
+    rest: Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.used.shape[1]
+
+
+def empty_cache(decoder: Decoder, n_rows: int, capacity: int, n_loops: int, device: torch.device) -> Cache:
+    """Room for `capacity` tokens of up to n_loops loops in each of n_rows rows."""
+    block = decoder.packed.block
+    shape = (decoder.layout.slots(n_loops), n_rows, block.n_heads, capacity, block.head_dim)
+    return Cache(
+        torch.empty(shape, dtype=decoder.cache_dtype, device=device),
+        torch.empty(shape, dtype=decoder.cache_dtype, device=device),
+        torch.empty(n_rows, capacity, dtype=torch.int32, device=device),
+        torch.empty(n_rows, capacity, block.width, dtype=torch.float32, device=device),
+    )
+
+
+@dataclass
+class Extended:
+    """What a launch leaves, of every new token: hidden [N, C], what the head reads; loops int32 [N]; history [n_loops + 1, N, C],
+    Y_0 .. Y_u, where it was asked for."""
+
+    hidden: Tensor
+    loops: Tensor
+    history: Tensor | None
+
+
+def per_tile(n_rows: int, device: torch.device) -> int:
+    """Rows that share a tile: as few as still keep every SM busy, because a tile's rows attend one after the other."""
+    if device.type == "cpu":
+        return TILE_ROWS
+    n_programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(TILE_ROWS, padded(-(-n_rows // n_programs), 1))
+
+
+@dataclass
+class _Call:
+    """One call of `extend`, with its numbers on the device: seats [N]; first, counts, lengths [rows]."""
+
+    decoder: Decoder
+    cache: Cache
+    embeds: Tensor
+    seats: Tensor
+    first: Tensor
+    counts: Tensor
+    lengths: Tensor
+    stop: Stop
+    warm: bool
+    out: Extended
+
+    @property
+    def history(self) -> Tensor:
+        return self.embeds if self.out.history is None else self.out.history
+
+    @property
+    def table(self) -> Tensor:
+        return self.embeds if self.decoder.table is None else self.decoder.table
+
+
+@torch.no_grad()
+def extend(
+    decoder: Decoder,
+    cache: Cache,
+    embeds: Tensor,
+    counts: list[int],
+    lengths: list[int],
+    stop: Stop,
+    seats: Tensor | None = None,
+    warm: bool = False,
+    keep: bool = False,
+    rows_per_tile: int | None = None,
+) -> Extended:
+    """Run the new tokens of all rows and write them into the cache behind the lengths[b] tokens it holds of row b.
+
+    embeds: float32 [N, C], without positions, the counts[0] tokens of row 0 first. seats: their rows of the position table, by
+    default their places in their rows. The caller has made room for them, and checked seats and stop.n_loops (1 or more).
+    """
+    device = embeds.device
+    embeds = embeds.contiguous()
+    n = len(embeds)
+    history = torch.empty(stop.n_loops + 1, *embeds.shape, device=device) if keep else None
+    out = Extended(torch.empty_like(embeds), torch.empty(n, dtype=torch.int32, device=device), history)
+    starts = [0, *itertools.accumulate(counts)][:-1]
+    if seats is None:
+        places = [at + i for at, count in zip(lengths, counts, strict=True) for i in range(count)]
+        seats = torch.tensor(places, dtype=torch.int32)
+    new, first, cached = torch.tensor([counts, starts, lengths], dtype=torch.int32).to(device)
+    call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, warm, out)
+    single = [row for row, count in enumerate(counts) if count == 1]
+    if single:
+        _tile(call, single, rows_per_tile or per_tile(len(single), device))
+    for rows, members in _buckets(counts, decoder.launch.block_rows).items():
+        _blocks(call, members, rows, -(-max(counts[row] for row in members) // rows) * rows)
+    return out
+
+
+def _buckets(counts: list[int], block_rows: int) -> dict[int, list[int]]:
+    """Rows with several new tokens by the rows of a block, most tokens first."""
+    found: dict[int, list[int]] = {}
+    for row in sorted(range(len(counts)), key=lambda row: -counts[row]):
+        if counts[row] > 1:
+            found.setdefault(TILE_ROWS if counts[row] <= TILE_ROWS else block_rows, []).append(row)
+    return found
+
+
+def _weights(decoder: Decoder) -> list[Any]:
+    packed = decoder.packed
+    weights = [packed.w_in, packed.w_out, packed.w_up, packed.w_down]
+    biases = [packed.b_q, packed.b_out, packed.b_up, packed.b_down, packed.norm_scale, packed.norm_shift]
+    return [*weights, *(w.shape[0] // 2 for w in weights), *biases]
+
+
+def _limits(stop: Stop) -> list[Any]:
+    return [stop.n_loops, stop.check_every, stop.min_loops, stop.n_passes, 0.0 if math.isinf(stop.tol) else stop.tol, stop.phi]
+
+
+def _constants(call: _Call) -> dict[str, Any]:
+    decoder, stop = call.decoder, call.stop
+    layout, fixed = decoder.layout, decoder.packed.fixed
+    names = ("C", "CP", "H", "HP", "FP", "KC", "NORM", "EPS", "ACT", "INJECT", "LOOP_NORM", "PREC", "EMULATE", "FAST", "STAGES")
+    return {name: fixed[name] for name in names} | dict(
+        D=decoder.packed.block.head_dim, N_PRELUDE=layout.n_prelude, N_CORE=layout.n_core, N_CODA=layout.n_coda,
+        POLICY=layout.policy, PERIOD=layout.period, INIT=layout.state, POS=layout.positions, RULE=stop.rule,
+        ENDLESS=math.isinf(stop.tol), TMA=False, WARM=call.warm, KEEP=call.out.history is not None,
+        num_stages=decoder.launch.stages, num_warps=decoder.launch.warps,
+    )  # fmt: skip
+
+
+def _tile(call: _Call, members: list[int], n_per_tile: int) -> None:
+    """One new token of each of the rows."""
+    launch, out, cache = call.decoder.launch, call.out, call.cache
+    order = torch.tensor(members, dtype=torch.int32).to(call.embeds.device)
+    decode_tile[(-(-len(members) // n_per_tile),)](
+        call.embeds, call.seats, out.hidden, out.loops, call.history, order, call.first, call.lengths, cache.keys, cache.values,
+        cache.used, cache.rest, call.table, *_weights(call.decoder),
+        len(members), len(call.embeds), n_per_tile, cache.capacity, len(cache.used), *_limits(call.stop),
+        **_constants(call), M=launch.rows, KEYS=launch.keys(call.decoder.packed.fixed["HP"]), RESIDENT=launch.resident,
+    )  # fmt: skip
+
+
+def _blocks(call: _Call, members: list[int], rows: int, n_pad: int) -> None:
+    """Several new tokens of each of the rows, in blocks of `rows`."""
+    launch, out, cache, device = call.decoder.launch, call.out, call.cache, call.embeds.device
+    n_programs = len(members)
+    if device.type != "cpu":
+        n_programs = min(n_programs, torch.cuda.get_device_properties(device).multi_processor_count * launch.per_sm)
+    order = torch.tensor(members, dtype=torch.int32).to(device)
+    scratch = torch.empty(n_programs, 3, n_pad, call.decoder.packed.fixed["CP"], dtype=torch.float32, device=device)
+    pace = torch.empty(n_programs, n_pad, dtype=torch.float32, device=device)
+    marks = torch.empty(n_programs, 2, n_pad, dtype=torch.int32, device=device)
+    prefill_blocks[(n_programs,)](
+        call.embeds, call.seats, out.hidden, out.loops, call.history, order, call.first, call.counts, call.lengths, cache.keys,
+        cache.values, cache.used, cache.rest, call.table, scratch, pace, marks, *_weights(call.decoder),
+        len(members), len(call.embeds), n_pad, cache.capacity, len(cache.used), *_limits(call.stop),
+        **_constants(call), M=rows, KEYS=launch.block_keys,
+    )  # fmt: skip
