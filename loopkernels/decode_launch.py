@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from loopkernels.decode import decode_tile
-from loopkernels.launch import AMD, AMPERE, HOPPER, Block, Launch, Packed, Stop, pack, padded
+from loopkernels.launch import AMD, AMPERE, HOPPER, Block, Launch, Packed, Stop, pack, padded, target_of
 from loopkernels.prefill import prefill_blocks
 
 TILE_ROWS = 16  # the least that a matrix product takes
@@ -202,7 +202,6 @@ def extend(
     seats: Tensor | None = None,
     warm: bool = False,
     keep: bool = False,
-    rows_per_tile: int | None = None,
 ) -> Extended:
     """Run the new tokens of all rows and write them into the cache behind the lengths[b] tokens it holds of row b.
 
@@ -222,7 +221,7 @@ def extend(
     call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, warm, out)
     single = [row for row, count in enumerate(counts) if count == 1]
     if single:
-        _tile(call, single, rows_per_tile or per_tile(len(single), device))
+        _tile(call, single, per_tile(len(single), device))
     for rows, members in _buckets(counts, decoder.launch.block_rows).items():
         _blocks(call, members, rows, -(-max(counts[row] for row in members) // rows) * rows)
     return out

@@ -165,7 +165,7 @@ def prefill_blocks(
         for b in range(n_blocks):
             i = b * M + r
             p = load_rows(signal, i * CP, i >= 0, CP, CP)
-            y = first_state(p, rest + (spots - 1 + i * 0) * C, (i < n_own) & (place_0 > 0), C, CP, M, INIT, WARM)
+            y = first_state(p, rest + (spots - 1 + i * 0) * C, (i < n_own) & (place_0 + i > i), C, CP, M, INIT, WARM)
             if KEEP:
                 store_rows(history, (token_0 + i) * C, i < n_own, y, C, CP)
             store_rows(state, i * CP, i >= 0, y, CP, CP)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, eager, triton
+from looped.backends import cpu, eager, triton, triton_decode
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
@@ -93,6 +93,7 @@ def repack(model: LoopedTransformer) -> None:
     Needed after edits through `.data` only: other edits are seen, and the C++ engine sees these too.
     """
     triton.forget(model)
+    triton_decode.forget(model)
 
 
 def solve_iter(
