@@ -132,22 +132,22 @@ def decode_layer(
 
 @triton.jit
 def decode_held_layer(
-    x, layer: tl.constexpr, at: tl.constexpr, held, weights, cache, row, capacity, place, longest, active, loop, base, step,
+    x, layer: tl.constexpr, nth: tl.constexpr, held, weights, cache, row, capacity, place, longest, active, loop, base, step,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
     M: tl.constexpr, KEYS: tl.constexpr, POLICY: tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     ACT: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One layer of the core, the at-th of those whose weights were loaded before the loop."""
+    """One layer of the core, the nth of those whose weights were loaded before the loop."""
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down = weights
     held_in, held_out, held_up, held_down = held
     HIDDEN: tl.constexpr = FP // KC
     h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
     x += tl.load(b_out + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.static_range(H):
-        wq = held_in[3 * (at * H + i)]
-        wk = held_in[3 * (at * H + i) + 1]
-        wv = held_in[3 * (at * H + i) + 2]
-        wo = held_out[at * H + i]
+        wq = held_in[3 * (nth * H + i)]
+        wk = held_in[3 * (nth * H + i) + 1]
+        wv = held_in[3 * (nth * H + i) + 2]
+        wo = held_out[nth * H + i]
         bq = tl.load(b_q + (layer * H + i) * HP + tl.arange(0, HP))
         x = decode_head(
             x, h, (wq, wq), (wk, wk), (wv, wv), (wo, wo), bq, cache, (row * H + i) * capacity * D, row * capacity, place,
@@ -156,8 +156,8 @@ def decode_held_layer(
     h = operand(normalise(x, C, CP, EPS, NORM), PREC, EMULATE)
     x += tl.load(b_down + layer * CP + tl.arange(0, CP))[None, :]
     for i in tl.static_range(HIDDEN):
-        up = held_up[at * HIDDEN + i]
-        down = held_down[at * HIDDEN + i]
+        up = held_up[nth * HIDDEN + i]
+        down = held_down[nth * HIDDEN + i]
         b = tl.load(b_up + (layer * HIDDEN + i) * KC + tl.arange(0, KC))
         u = activate(mm(h, (up, up), PREC) + b[None, :], ACT, FAST)
         x = mma(operand(u, PREC, EMULATE), (down, down), x, PREC)
@@ -217,7 +217,7 @@ COUNTS += ("min_loops", "n_passes", "n_per_tile", "n_new")
 
 @triton.jit(do_not_specialize=COUNTS)
 def decode_tile(
-    embeds, seats, hidden, loops, history, order, first, lengths, keys, values, used, rest, positions,
+    embeds, seats, hidden, loops, history, order, first, lengths, keys, values, used, rest, positions, scratch,
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down, norm_scale, norm_shift,
     n_queue, n_new, n_per_tile, capacity, n_cache_rows, n_loops, check_every, min_loops, n_passes, tol, phi,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
@@ -231,7 +231,7 @@ def decode_tile(
 
     embeds [N, C] float32: the new tokens, packed, without positions; first [rows]: where a row's stand. seats [N]: their rows of
     `positions`. hidden [N, C]: what the head reads. loops [N]: u. history [n_loops + 1, N, C]: Y_0, Y_1, .. up to Y_u, written
-    where KEEP. lengths [rows]: cached tokens; keys, values, used, rest: the cache. WARM: a row that has cached tokens begins
+    where KEEP. lengths [rows]: cached tokens; keys, values, used, rest: the cache. scratch [programs, 4, M, CP]: for P and Y. WARM: a row that has cached tokens begins
     with the last state of the last of them. Weights as `launch.pack` lays out the layers of prelude, core and coda in this order.
     """
     HIDDEN: tl.constexpr = FP // KC
@@ -259,11 +259,11 @@ def decode_tile(
     place = tl.load(lengths + row, mask=live, other=0)
     longest = tl.max(tl.where(live, place, 0), 0)
     p = load_rows(embeds, token * C, live, C, CP)
-    pos = p
+    seat = token
     if POS != "none":
-        pos = load_rows(positions, tl.load(seats + token, mask=live, other=0).to(tl.int64) * C, live, C, CP)
+        seat = tl.load(seats + token, mask=live, other=0).to(tl.int64)
     if POS == "once":
-        p += pos
+        p += load_rows(positions, seat * C, live, C, CP)
     for layer in range(N_PRELUDE):
         p = decode_layer(
             p, layer, weights, cache, row, capacity, place, longest, live, 1, layer, 0,
@@ -273,6 +273,11 @@ def decode_tile(
     x = first_state(p, rest + (spot - 1) * C, live & (place > 0), C, CP, M, INIT, WARM)
     if KEEP:
         store_rows(history, token * C, live, x, C, CP)
+    # P and Y wait outside the registers, in places that change from loop to loop: fixed addresses would be kept in registers.
+    scratch += tl.program_id(0).to(tl.int64) * (4 * M * CP)
+    store_rows(scratch, r * CP, r < M, p, CP, CP)
+    store_rows(scratch + M * CP, r * CP, r < M, p, CP, CP)
+    tl.debug_barrier()
     active = live
     u = tl.zeros([M], tl.int32)
     passes = tl.zeros([M], tl.int32)
@@ -281,13 +286,19 @@ def decode_tile(
     going = tl.sum(active.to(tl.int32), 0)
     while (going > 0) & (loop < n_loops):
         loop += 1
-        y = x
+        half = scratch + (loop % 2) * (M * CP)
+        store_rows(half + 2 * M * CP, r * CP, r < M, x, CP, CP)
+        if INJECT != "none":
+            p = load_rows(half, r * CP, r < M, CP, CP)
+        pos = x
+        if POS == "each_loop":
+            pos = load_rows(positions, seat * C, live, C, CP)
         x = injected(x, p, pos, INJECT, POS == "each_loop")
         if RESIDENT:
-            for layer in tl.static_range(N_CORE):
+            for nth in tl.static_range(N_CORE):
                 x = decode_held_layer(
-                    x, N_PRELUDE + layer, layer, (held_in, held_out, held_up, held_down), weights, cache, row, capacity, place,
-                    longest, active, loop, N_PRELUDE + N_CODA + layer, N_CORE,
+                    x, N_PRELUDE + nth, nth, (held_in, held_out, held_up, held_down), weights, cache, row, capacity, place,
+                    longest, active, loop, N_PRELUDE + N_CODA + nth, N_CORE,
                     C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST,
                 )  # fmt: skip
         else:
@@ -298,6 +309,8 @@ def decode_tile(
                 )  # fmt: skip
         if LOOP_NORM == "each":
             x = affine(x, norm_scale, norm_shift, C, CP, EPS, NORM)
+        tl.debug_barrier()
+        y = load_rows(half + 2 * M * CP, r * CP, r < M, CP, CP)
         leaving, passed, s = at_rest(
             x, y, loop, passes, s_prev, n_loops, check_every, min_loops, n_passes, tol, phi, M, RULE, ENDLESS
         )

@@ -16,7 +16,20 @@ import torch
 from torch import Tensor
 
 from loopkernels.decode import decode_tile
-from loopkernels.launch import AMD, AMPERE, HOPPER, Block, Launch, Packed, Stop, pack, padded, target_of
+from loopkernels.launch import (
+    AMD,
+    AMPERE,
+    HOPPER,
+    RESIDENT_BYTES,
+    Block,
+    Launch,
+    Packed,
+    Stop,
+    pack,
+    padded,
+    shape_of,
+    target_of,
+)
 from loopkernels.prefill import prefill_blocks
 
 TILE_ROWS = 16  # the least that a matrix product takes
@@ -35,36 +48,50 @@ class DecodeLaunch(Launch):
     """
 
     block_rows: int = 32
-    key_lanes: int = 512
+    key_lanes: int = 256
     block_keys: int = 32
 
     def keys(self, head_lanes: int) -> int:
         """Cached keys that a row of `decode_tile` reads at a time."""
-        return max(4, self.key_lanes // head_lanes)
+        return max(2, self.key_lanes // head_lanes)
 
 
-def _rows(targets: tuple[str, ...], precision: str, widths: tuple[int, ...], **options: Any) -> tuple[DecodeLaunch, ...]:
+def _rows(targets: tuple[str, ...], precision: str, **options: Any) -> tuple[DecodeLaunch, ...]:
     return tuple(
-        DecodeLaunch(f"D{width}", targets, width, precision, TILE_ROWS, 4 if width <= 64 else 8, 64, **options)
-        for width in widths
+        DecodeLaunch(f"D{width}", targets, width, precision, TILE_ROWS, 8, 64, key_lanes=lanes, **options)
+        for width, lanes in ((16, 256), (32, 256), (64, 256), (128, 256), (256, 128))
+    )
+
+
+def _held_rows(targets: tuple[str, ...]) -> tuple[DecodeLaunch, ...]:
+    """Weights in shared memory through all loops: for matrix units that take them from there, which work on 64 rows."""
+    return tuple(
+        DecodeLaunch(f"R{width}", targets, width, "bf16", 64, 4, 64, resident=True, key_lanes=64) for width in (16, 32, 64)
     )
 
 
 # Chosen from compiled figures (docs/decode_kernel.md): no row has been timed on a device yet.
 LAUNCHES = (
-    *_rows(HOPPER + AMPERE + AMD, "bf16", (16, 32, 64, 128, 256)),
-    *_rows(HOPPER + AMPERE + AMD, "bf16x3", (16, 32, 64, 128, 256)),
-    *_rows(HOPPER + AMPERE, "tf32", (16, 32, 64, 128, 256)),
-    *_rows(HOPPER + AMPERE + AMD, "fp32", (16, 32, 64, 128, 256), stages=1),
+    *_held_rows(HOPPER),
+    *_rows(HOPPER + AMPERE + AMD, "bf16"),
+    *_rows(HOPPER + AMPERE + AMD, "bf16x3"),
+    *_rows(HOPPER + AMPERE, "tf32"),
+    *_rows(HOPPER + AMPERE + AMD, "fp32", stages=1),
 )
 
 
-def choose(block: Block, precision: str, target: str) -> DecodeLaunch | None:
-    """The first row that serves the block's width at this precision on this target, or None."""
+def choose(block: Block, n_core: int, precision: str, target: str) -> DecodeLaunch | None:
+    """The first row that serves the block's width at this precision on this target, or None. n_core: layers of the loop."""
     for launch in LAUNCHES:
         if launch.width == padded(block.width) and launch.precision == precision and target in launch.targets:
-            return launch
+            if not launch.resident or _held_bytes(block, n_core, launch) <= RESIDENT_BYTES:
+                return launch
     return None
+
+
+def _held_bytes(block: Block, n_core: int, launch: DecodeLaunch) -> int:
+    sizes = shape_of(block, launch)
+    return 2 * n_core * (4 * sizes["H"] * sizes["HP"] + 2 * sizes["FP"]) * sizes["CP"]
 
 
 @dataclass(frozen=True)
@@ -159,12 +186,12 @@ class Extended:
     history: Tensor | None
 
 
-def per_tile(n_rows: int, device: torch.device) -> int:
-    """Rows that share a tile: as few as still keep every SM busy, because a tile's rows attend one after the other."""
+def per_tile(launch: DecodeLaunch, n_rows: int, device: torch.device) -> int:
+    """Rows that share a tile: as few as keep every SM busy. A row's bits do not depend on it."""
     if device.type == "cpu":
-        return TILE_ROWS
-    n_programs = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(TILE_ROWS, padded(-(-n_rows // n_programs), 1))
+        return launch.rows
+    n_programs = torch.cuda.get_device_properties(device).multi_processor_count * launch.per_sm
+    return min(launch.rows, padded(-(-n_rows // n_programs), 1))
 
 
 @dataclass
@@ -206,7 +233,7 @@ def extend(
     """Run the new tokens of all rows and write them into the cache behind the lengths[b] tokens it holds of row b.
 
     embeds: float32 [N, C], without positions, the counts[0] tokens of row 0 first. seats: their rows of the position table, by
-    default their places in their rows. The caller has made room for them, and checked seats and stop.n_loops (1 or more).
+    default their places in their rows. The caller has made room for them, and checked seats.
     """
     device = embeds.device
     embeds = embeds.contiguous()
@@ -221,7 +248,7 @@ def extend(
     call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, warm, out)
     single = [row for row, count in enumerate(counts) if count == 1]
     if single:
-        _tile(call, single, per_tile(len(single), device))
+        _tile(call, single, per_tile(decoder.launch, len(single), device))
     for rows, members in _buckets(counts, decoder.launch.block_rows).items():
         _blocks(call, members, rows, -(-max(counts[row] for row in members) // rows) * rows)
     return out
@@ -262,10 +289,12 @@ def _constants(call: _Call) -> dict[str, Any]:
 def _tile(call: _Call, members: list[int], n_per_tile: int) -> None:
     """One new token of each of the rows."""
     launch, out, cache = call.decoder.launch, call.out, call.cache
+    n_programs = -(-len(members) // n_per_tile)
     order = torch.tensor(members, dtype=torch.int32).to(call.embeds.device)
-    decode_tile[(-(-len(members) // n_per_tile),)](
+    scratch = torch.empty(n_programs, 4, launch.rows, call.decoder.packed.fixed["CP"], device=order.device)
+    decode_tile[(n_programs,)](
         call.embeds, call.seats, out.hidden, out.loops, call.history, order, call.first, call.lengths, cache.keys, cache.values,
-        cache.used, cache.rest, call.table, *_weights(call.decoder),
+        cache.used, cache.rest, call.table, scratch, *_weights(call.decoder),
         len(members), len(call.embeds), n_per_tile, cache.capacity, len(cache.used), *_limits(call.stop),
         **_constants(call), M=launch.rows, KEYS=launch.keys(call.decoder.packed.fixed["HP"]), RESIDENT=launch.resident,
     )  # fmt: skip

@@ -156,6 +156,7 @@ def prefill_blocks(
             tl.store(passed + i, tl.zeros([M], tl.int32))
             tl.store(pace + i, tl.full([M], float("nan"), tl.float32))
             tl.store(used + spots + i, tl.zeros([M], tl.int32) + n_loops, mask=own)
+            tl.store(loops + token_0 + i, tl.zeros([M], tl.int32) + n_loops, mask=own)
         tl.debug_barrier()
         for layer in range(N_PRELUDE):
             sequence_layer(

@@ -27,11 +27,11 @@ def rows(monkeypatch):
     """`rows()` launches fp32 tiles that read 8 keys at a time, and blocks of 32 rows for more than 16 new tokens."""
     from looped.backends import triton_decode
 
-    def choose(precision="fp32", **changes):
+    def choose(precision="fp32", tile_rows=16, **changes):
         options = dict(stages=1, block_rows=32, key_lanes=128, block_keys=16) | changes
 
-        def small(block, _precision, _target):
-            return decode_launch.DecodeLaunch("test", ("sm_90",), launch.padded(block.width), precision, 16, 4, 32, **options)
+        def small(block, _n_core, _precision, _target):
+            return decode_launch.DecodeLaunch("test", ("sm_90",), launch.padded(block.width), precision, tile_rows, 4, 32, **options)
 
         monkeypatch.setattr(decode_launch, "choose", small)
         monkeypatch.setattr(triton_decode, "_decoders", type(triton_decode._decoders)())
@@ -195,7 +195,7 @@ def test_neighbours_change_no_bit(rows, precision, monkeypatch):
 
     batch = run(range(6))
     for per_tile, chosen in ((16, [5, 3, 1, 0]), (2, [3, 4, 2, 1]), (16, [1]), (1, [2, 2]), (16, [3])):
-        monkeypatch.setattr(decode_launch, "per_tile", lambda _n, _device, n=per_tile: n)
+        monkeypatch.setattr(decode_launch, "per_tile", lambda _launch, _n, _device, n=per_tile: n)
         for found, i in zip(run(chosen), chosen, strict=True):
             for got, want in zip(found, batch[i], strict=True):
                 assert torch.equal(got[0], want[0])
@@ -350,8 +350,6 @@ def test_what_the_kernels_do_not_run_is_named(rows):
     embeds = model.embedding(torch.arange(3)).detach()
     with pytest.raises(NotImplementedError, match="Readout reads the head"):
         session.extend(embeds, [3], n_loops=2, rule=Readout())
-    with pytest.raises(NotImplementedError, match="n_loops=0"):
-        session.extend(embeds, [3], n_loops=0, rule=Fixed())
     with pytest.raises(ValueError, match=r"embeds are \[3, 8\]"):
         session.extend(embeds[:, :8], [3], n_loops=2, rule=Fixed())
     with pytest.raises(ValueError, match="sum to the 3 tokens"):
@@ -398,3 +396,30 @@ def test_empty_calls_and_weights_that_changed(rows):
     model.core[0].mlp.proj.weight.data.mul_(0.5)
     looped.repack(model)
     assert torch.equal(TritonSession(model, Policy()).extend(embeds, [3], n_loops=2, rule=Fixed()).hidden, first.hidden)
+
+
+def test_no_loop_at_all(rows):
+    """Prelude and coda alone; tokens that ran no loop have nothing to show to a loop."""
+    models = pair(n_prelude=1, n_coda=1, loop_norm="once", state_init="embedding")
+    results, session = follow(models, texts(4, 3), [([3, 1], 0, Fixed()), ([1, 2], 0, Fixed())])
+    assert_same(results)
+    embeds = models[1].embedding(torch.arange(2)).detach()
+    with pytest.raises(ValueError, match="n_loops=0 have no keys"):
+        session.extend(embeds, [1, 1], n_loops=1, rule=Fixed())
+    session.crop(session.lengths)
+    session.extend(embeds, [1, 1], n_loops=1, rule=Fixed())
+    session.extend(embeds, [1, 1], n_loops=1, rule=Fixed())
+
+
+@pytest.mark.parametrize("n_core", [1, 2])
+def test_held_weights_give_the_same_bits_as_streamed_ones(rows, n_core):
+    _, model = pair(std=0.12, d_model=32, n_core=n_core, n_prelude=1, n_coda=1, loop_norm="once")
+    ids = texts(3, 5, 2)
+    found = []
+    for held in (True, False):
+        rows(precision="bf16", tile_rows=64, resident=held)
+        session = TritonSession(model, Policy())
+        extend(session, model, ids, [1, 2, 1])
+        found.append(extend(session, model, ids, [1, 1, 1]))
+    assert torch.equal(found[0].hidden, found[1].hidden)
+    assert torch.equal(found[0].n_loops, found[1].n_loops)

@@ -74,7 +74,7 @@ def why_not(model: LoopedTransformer, rule: ExitRule | None = None) -> str | Non
     if config.state_init not in kernels.STATES:
         return f"decoding begins from {', '.join(kernels.STATES)} and the model's state_init is {config.state_init}"
     target = kernels.target_of(parameter.device)
-    if kernels.choose(_block_of(model), precision, target) is None:
+    if kernels.choose(_block_of(model), config.n_core, precision, target) is None:
         widths = [launch.width for launch in kernels.LAUNCHES if target in launch.targets and launch.precision == precision]
         if not widths:
             return f"the decode kernels have no {precision} launch for {target} ({parameter.device})"
@@ -123,7 +123,7 @@ def decoder_of(model: LoopedTransformer, policy: Policy) -> Any:
                 known[1][layout] = dataclasses.replace(other, layout=layout)
             else:
                 block, table = _block_of(model), model.positions.weight if config.pos_kind == "learned" else None
-                launch = kernels.choose(block, precision, kernels.target_of(next(model.parameters()).device))
+                launch = kernels.choose(block, config.n_core, precision, kernels.target_of(next(model.parameters()).device))
                 known[1][layout] = kernels.decoder(block, layout, table, launch, emulate=triton.is_interpreted())
         return known[1][layout]
 
@@ -166,6 +166,7 @@ class TritonSession:
         self.model, self.policy = model, policy
         self._lengths: list[int] = []
         self._cache: Any = None
+        self._has_unlooped = False
 
     @property
     def lengths(self) -> list[int]:
@@ -187,20 +188,18 @@ class TritonSession:
         """Append tokens to the rows and compute them.
 
         embeds: [N, C], token embeddings without positions, the lengths[0] tokens of row 0 first; any float dtype. lengths: new
-        tokens of each row, 0 allowed. n_loops: loops to run at most, 1 or more. rule: judges every token by itself. positions:
+        tokens of each row, 0 allowed. n_loops: loops to run at most. rule: judges every token by itself. positions:
         int64 [N] rows of the position table; by default each row counts on. warm_start: tokens of a row that has cached tokens
         start from the last state of the last of them. return_states: see `Extension`.
 
-        Raises NotImplementedError for a rule that the kernels do not judge and for n_loops = 0, ValueError for sizes that do not
-        fit or positions beyond the table; nothing is changed then.
+        Raises NotImplementedError for a rule that the kernels do not judge, ValueError for sizes that do not
+        fit, positions beyond the table, or loops after tokens that ran none; nothing is changed then.
         """
         obstacle = why_not(self.model, rule)
         if obstacle is not None:
             raise NotImplementedError(f'decoding with backend="triton": {obstacle}')
-        if n_loops < 1:
-            raise NotImplementedError(
-                f'decoding with backend="triton": n_loops={n_loops} must be 1 or more; a token that runs no loop leaves no keys'
-            )
+        if n_loops and self._has_unlooped and any(self._lengths):
+            raise ValueError("extend: tokens cached with n_loops=0 have no keys for a call with loops; reset the session")
         counts = [int(n) for n in lengths]
         self._check(embeds, counts, positions)
         decoder = decoder_of(self.model, self.policy)
@@ -222,6 +221,7 @@ class TritonSession:
                 warm=warm_start,
                 keep=return_states,
             )
+        self._has_unlooped = n_loops == 0 or (self._has_unlooped and any(have))
         self._lengths = [had + new for had, new in zip(have, counts, strict=True)]
         return Extension(out.hidden.to(embeds.dtype), out.loops.long(), self._states(out, embeds.dtype))
 
@@ -297,12 +297,12 @@ class TritonSession:
 
     def reset(self) -> None:
         """Forget all rows."""
-        self._lengths, self._cache = [], None
+        self._lengths, self._cache, self._has_unlooped = [], None, False
 
     def copy(self) -> TritonSession:
         """A session of the same model that goes on independently from here."""
         other = TritonSession(self.model, self.policy)
-        other._lengths = list(self._lengths)
+        other._lengths, other._has_unlooped = list(self._lengths), self._has_unlooped
         if self._cache is not None:
             names = ("keys", "values", "used", "rest")
             other._cache = dataclasses.replace(self._cache, **{name: getattr(self._cache, name).clone() for name in names})
