@@ -5,16 +5,16 @@ them, and each row attends to its own cached keys. `prefill_blocks` takes severa
 rows that go through every loop and layer together. A token stops by itself (scope "token" of docs/exits.md): it takes part in
 loops 1 .. u, writes keys and values in those, and is seen by others in loop t as it stood in loop min(t, u).
 
-The cache: keys and values [slots, rows, H, capacity, D]; a layer of the prelude or the coda has one slot, a layer of the core one
-for every loop, or fewer where POLICY lets loops share; slots of the prelude come first, then the coda's, then loop by loop the
-core's. `used` [rows, capacity] holds u of every cached token and `rest` [rows, capacity, C] its last state. Rows of a tile never
-mix and every sum runs along a row, so a row's bits do not depend on its neighbours.
+The cache: keys and values [slots, rows, H, capacity, D]; a layer of the prelude or the coda has one slot, a layer of the core
+one for every loop, or fewer where POLICY lets loops share; slots of the prelude come first, then the coda's, then loop by
+loop the core's. `used` [rows, capacity] holds u of every cached token and `rest` [rows, capacity, C] its last state. Rows of a
+tile never mix and every sum runs along a row, so a row's bits do not depend on its neighbours.
 """
 
 import triton
 import triton.language as tl
 
-from loopkernels.block import activate, load_rows, mm, mma, normalise, operand, store_rows, tile, turned, weight
+from loopkernels.block import activate, load_rows, mm, mma, normalise, operand, store_rows, tile, weight
 from loopkernels.loop import injected, judge, streamed_mlp
 
 
@@ -108,7 +108,7 @@ def decode_layer(
     x, layer, weights, cache, row, capacity, place, longest, active, loop, base, step,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
     M: tl.constexpr, KEYS: tl.constexpr, POLICY: tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    ACT: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One layer of a tile of rows, its weights read tile by tile. row int64 [M]: rows of the cache."""
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down = weights
@@ -117,17 +117,18 @@ def decode_layer(
     for i in range(H):
         at = layer * H + i
         bq = tl.load(b_q + at * HP + tl.arange(0, HP))
-        wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA)
-        wk = weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, TMA)
-        wv = weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, TMA)
-        wo = weight(w_out, at * CP, out_low, CP, HP, PREC, TMA)
+        wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, False)
+        wk = weight(w_in, at * (3 * HP) + HP, in_low, HP, CP, PREC, False)
+        wv = weight(w_in, at * (3 * HP) + 2 * HP, in_low, HP, CP, PREC, False)
+        wo = weight(w_out, at * CP, out_low, CP, HP, PREC, False)
         x = decode_head(
             x, h, wq, wk, wv, wo, bq, cache, (row * H + i) * capacity * D, row * capacity, place, longest, active, loop,
             base, step, D, HP, M, KEYS, POLICY, PERIOD, PREC, EMULATE,
         )  # fmt: skip
     return streamed_mlp(
-        x, layer, w_up, w_down, up_low, down_low, b_up, b_down, C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES
-    )
+        x, layer, w_up, w_down, up_low, down_low, b_up, b_down,
+        C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, False, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def affine(x, norm_scale, norm_shift, C: tl.constexpr, CP: tl.constexpr, EPS: tl
 
 @triton.jit
 def first_state(p, rest_at, warm, C: tl.constexpr, CP: tl.constexpr, M: tl.constexpr, INIT: tl.constexpr, WARM: tl.constexpr):
-    """Y_0 [M, CP]: zeros, ones or the embedding p; in rows that are warm, C numbers from rest_at [M] on. Padding lanes are 0."""
+    """Y_0 [M, CP]: zeros, ones or the embedding p; in rows that are warm, C numbers from rest_at [M] on. Padding lanes: 0."""
     if INIT == "embedding":
         y = p
     elif INIT == "ones":
@@ -221,18 +222,19 @@ def decode_tile(
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down, norm_scale, norm_shift,
     n_queue, n_new, n_per_tile, capacity, n_cache_rows, n_loops, check_every, min_loops, n_passes, tol, phi,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
-    N_PRELUDE: tl.constexpr, N_CORE: tl.constexpr, N_CODA: tl.constexpr, M: tl.constexpr, KEYS:
-    tl.constexpr, POLICY: tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, INJECT:
-    tl.constexpr, INIT: tl.constexpr, POS: tl.constexpr, LOOP_NORM: tl.constexpr, RULE: tl.constexpr, ENDLESS: tl.constexpr,
-    PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr,
-    STAGES: tl.constexpr, WARM: tl.constexpr, KEEP: tl.constexpr,
+    N_PRELUDE: tl.constexpr, N_CORE: tl.constexpr, N_CODA: tl.constexpr, M: tl.constexpr, KEYS: tl.constexpr, POLICY:
+    tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, INJECT: tl.constexpr, INIT:
+    tl.constexpr, POS: tl.constexpr, LOOP_NORM: tl.constexpr, RULE: tl.constexpr, ENDLESS: tl.constexpr, PREC: tl.constexpr,
+    EMULATE: tl.constexpr, FAST: tl.constexpr, RESIDENT: tl.constexpr, STAGES: tl.constexpr, WARM: tl.constexpr, KEEP:
+    tl.constexpr,
 ):  # fmt: skip
     """All loops of one new token of each row that `order` [n_queue] names, n_per_tile rows a program.
 
-    embeds [N, C] float32: the new tokens, packed, without positions; first [rows]: where a row's stand. seats [N]: their rows of
-    `positions`. hidden [N, C]: what the head reads. loops [N]: u. history [n_loops + 1, N, C]: Y_0, Y_1, .. up to Y_u, written
-    where KEEP. lengths [rows]: cached tokens; keys, values, used, rest: the cache. scratch [programs, 4, M, CP]: for P and Y. WARM: a row that has cached tokens begins
-    with the last state of the last of them. Weights as `launch.pack` lays out the layers of prelude, core and coda in this order.
+    embeds [N, C] float32: the new tokens, packed, without positions; first [rows]: where a row's stand. seats [N]: their rows
+    of `positions`. hidden [N, C]: what the head reads. loops [N]: u. history [n_loops + 1, N, C]: Y_0, Y_1, .. up to Y_u,
+    written where KEEP. lengths [rows]: cached tokens; keys, values, used, rest: the cache. scratch [programs, 4, M, CP]: for P
+    and Y. WARM: a row that has cached tokens begins with the last state of the last of them. Weights as `launch.pack` lays out
+    the layers of prelude, core and coda in this order.
     """
     HIDDEN: tl.constexpr = FP // KC
     if RESIDENT:
@@ -267,7 +269,7 @@ def decode_tile(
     for layer in range(N_PRELUDE):
         p = decode_layer(
             p, layer, weights, cache, row, capacity, place, longest, live, 1, layer, 0,
-            C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+            C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
         )  # fmt: skip
     spot = row * capacity + place  # of the new token in `used` and `rest`
     x = first_state(p, rest + (spot - 1) * C, live & (place > 0), C, CP, M, INIT, WARM)
@@ -305,7 +307,8 @@ def decode_tile(
             for layer in range(N_CORE):
                 x = decode_layer(
                     x, N_PRELUDE + layer, weights, cache, row, capacity, place, longest, active, loop,
-                    N_PRELUDE + N_CODA + layer, N_CORE, C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                    N_PRELUDE + N_CODA + layer, N_CORE,
+                    C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
                 )  # fmt: skip
         if LOOP_NORM == "each":
             x = affine(x, norm_scale, norm_shift, C, CP, EPS, NORM)
@@ -328,7 +331,7 @@ def decode_tile(
     for layer in range(N_CODA):
         x = decode_layer(
             x, N_PRELUDE + N_CORE + layer, weights, cache, row, capacity, place, longest, live, 1, N_PRELUDE + layer, 0,
-            C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+            C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
         )  # fmt: skip
     if LOOP_NORM == "once":
         x = affine(x, norm_scale, norm_shift, C, CP, EPS, NORM)

@@ -1,6 +1,8 @@
-"""Compiles the decode kernels for a named GPU on a machine without one: `loopkernels.aot` for `decode_tile` and `prefill_blocks`.
+"""Compiles the decode kernels for a named GPU on a machine without one, as `loopkernels.aot` does the loop kernels.
 
     python -m loopkernels.decode_aot --target sm_90 --kernel all
+
+Each row of the table is compiled twice: `decode` is `decode_tile`, `prefill` is `prefill_blocks`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,10 @@ from loopkernels.prefill import COUNTS as PREFILL_COUNTS
 from loopkernels.prefill import prefill_blocks
 
 KERNELS = {"decode": (decode_tile, DECODE_COUNTS), "prefill": (prefill_blocks, PREFILL_COUNTS)}
-# A tile of 16 rows is too small for the warp-group and tensor-memory instructions of Hopper and Blackwell: both take the warp's.
+# A tile of 16 or 32 rows is too small for the instructions of Hopper's warp groups and Blackwell's tensor memory.
 MATRIX_INSTRUCTION = aot.MATRIX_INSTRUCTION | {"sm_90": "HMMA|HGMMA", "sm_100": "HMMA|UTC[A-Z]*MMA"}
 # Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up.
 SPILL_BUDGET: dict[str, int] = {}
-LEAST_INSTRUCTIONS = 500
 
 
 def constants_of(launch: DecodeLaunch, target: str, kernel: str, n_heads: int | None = None) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def constants_of(launch: DecodeLaunch, target: str, kernel: str, n_heads: int | 
         C=C, CP=C, H=H, D=C // H, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_PRELUDE=0, N_CORE=1, N_CODA=0,
         POLICY="per_loop", PERIOD=1, NORM="layernorm", EPS=1e-5, ACT="gelu_tanh", INJECT="add", INIT="zeros", POS="each_loop",
         LOOP_NORM="each", RULE="contraction", ENDLESS=False, PREC=launch.precision, EMULATE=False,
-        FAST=launch.precision == "bf16" and target.startswith("sm_"), TMA=False, STAGES=launch.stages, WARM=False, KEEP=False,
+        FAST=launch.precision == "bf16" and target.startswith("sm_"), STAGES=launch.stages, WARM=False, KEEP=False,
     )  # fmt: skip
     if kernel == "decode":
         return constants | dict(M=launch.rows, KEYS=launch.keys(HP), RESIDENT=launch.resident)
@@ -61,6 +62,10 @@ def signature_of(launch: DecodeLaunch, kernel: str) -> dict[str, str]:
     return types | dict.fromkeys(("tol", "phi"), "fp32") | dict.fromkeys(KERNELS[kernel][1], "i32")
 
 
+def warps_of(launch: DecodeLaunch, kernel: str) -> int:
+    return launch.warps if kernel == "decode" else launch.block_warps
+
+
 def compile_row(launch: DecodeLaunch, target: str, kernel: str = "decode", n_heads: int | None = None, **changes: Any) -> Any:
     """The compiled kernel of a launch row, ``"decode"`` or ``"prefill"``. `changes` replaces compile-time arguments."""
     constants = constants_of(launch, target, kernel, n_heads) | changes
@@ -69,14 +74,14 @@ def compile_row(launch: DecodeLaunch, target: str, kernel: str = "decode", n_hea
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
-    options = dict(num_warps=launch.warps, num_stages=launch.stages)
+    options = dict(num_warps=warps_of(launch, kernel), num_stages=launch.stages)
     return triton.compile(source, target=aot.TARGETS[target], options=options)
 
 
 def examine(launch: DecodeLaunch, target: str, kernel: str = "decode", **changes: Any) -> Report:
     """Compile one row and read its figures."""
     rows = launch.rows if kernel == "decode" else launch.block_rows
-    report = Report(target, launch.name, kernel, launch.precision, rows, launch.warps)
+    report = Report(target, launch.name, kernel, launch.precision, rows, warps_of(launch, kernel))
     began = time.time()
     compiled = compile_row(launch, target, kernel, **changes)
     report.seconds = time.time() - began
@@ -104,8 +109,8 @@ def count_matrix_instructions(cubin: bytes, target: str) -> int:
 
 
 def residency_faults(ttgir: str) -> list[str]:
-    """What speaks against weights that are read before the loop and stay on the chip: the loop may read keys, values and rows of
-    biases, but no matrix of bfloat16."""
+    """What speaks against weights that are read before the loop and stay on the chip: the loop may read keys, values and rows
+    of biases, but no matrix of bfloat16."""
     lines = ttgir.splitlines()
     start, end = max(aot._loops(lines), key=lambda span: span[1] - span[0], default=(0, 0))
     matrix = re.compile(r"(tt\.load|async_copy_global_to_local).*tensor<\d+x\d+x(?:!tt\.ptr<)?bf16")

@@ -28,15 +28,11 @@ from loopkernels.launch import (
     pack,
     padded,
     shape_of,
-    target_of,
 )
 from loopkernels.prefill import prefill_blocks
 
 TILE_ROWS = 16  # the least that a matrix product takes
-POLICIES = ("per_loop", "last_only", "modulo", "first_then_shared")
-POSITIONS = ("none", "once", "each_loop")
 STATES = ("zeros", "ones", "embedding")
-RULES = ("fixed", "exact", "absolute", "relative", "contraction")
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,9 @@ LAUNCHES = (
 def choose(block: Block, n_core: int, precision: str, target: str) -> DecodeLaunch | None:
     """The first row that serves the block's width at this precision on this target, or None. n_core: layers of the loop."""
     for launch in LAUNCHES:
-        if launch.width == padded(block.width) and launch.precision == precision and target in launch.targets:
-            if not launch.resident or _held_bytes(block, n_core, launch) <= RESIDENT_BYTES:
-                return launch
+        is_asked = launch.width == padded(block.width) and launch.precision == precision and target in launch.targets
+        if is_asked and not (launch.resident and _held_bytes(block, n_core, launch) > RESIDENT_BYTES):
+            return launch
     return None
 
 
@@ -98,8 +94,9 @@ def _held_bytes(block: Block, n_core: int, launch: DecodeLaunch) -> int:
 class Layout:
     """What of a model is repeated, and how loops share the cache.
 
-    n_prelude, n_core, n_coda: layers before, inside and after the loop. state: Y_0, of STATES. positions: when the rows of
-    `table` [n, C] are added, of POSITIONS. policy: of POLICIES; period: N of modulo(N).
+    n_prelude, n_core, n_coda: layers before, inside and after the loop. state: Y_0, of STATES. positions: when rows of the
+    position table are added, "none", "once" or "each_loop". policy: "per_loop", "last_only", "modulo" or "first_then_shared"
+    (docs/decode_kernel.md); period: N of modulo(N).
     """
 
     n_prelude: int
@@ -112,8 +109,8 @@ class Layout:
 
     def slots_of_core(self, n_loops: int) -> int:
         """Cache slots of a layer of the core."""
-        shared = {"per_loop": n_loops, "last_only": 1, "modulo": min(self.period, n_loops), "first_then_shared": min(2, n_loops)}
-        return shared[self.policy]
+        most = {"per_loop": n_loops, "last_only": 1, "modulo": self.period, "first_then_shared": 2}
+        return min(most[self.policy], n_loops)
 
     def slots(self, n_loops: int) -> int:
         """Cache slots of a token."""
@@ -151,8 +148,8 @@ def decoder(block: Block, layout: Layout, table: Tensor | None, launch: DecodeLa
 
 @dataclass
 class Cache:
-    """What is kept of every token: keys and values [slots, rows, H, capacity, D], loops `used` int32 [rows, capacity], last state
-    `rest` float32 [rows, capacity, C]. What was not written is never read."""
+    """What is kept of every token: keys and values [slots, rows, H, capacity, D], loops `used` int32 [rows, capacity], last
+    state `rest` float32 [rows, capacity, C]. What was not written is never read."""
 
     keys: Tensor
     values: Tensor
@@ -178,8 +175,8 @@ def empty_cache(decoder: Decoder, n_rows: int, capacity: int, n_loops: int, devi
 
 @dataclass
 class Extended:
-    """What a launch leaves, of every new token: hidden [N, C], what the head reads; loops int32 [N]; history [n_loops + 1, N, C],
-    Y_0 .. Y_u, where it was asked for."""
+    """What a launch leaves, of every new token: hidden [N, C], what the head reads; loops int32 [N]; history
+    [n_loops + 1, N, C], Y_0 .. Y_u, where it was asked for."""
 
     hidden: Tensor
     loops: Tensor
@@ -281,8 +278,8 @@ def _constants(call: _Call) -> dict[str, Any]:
     return {name: fixed[name] for name in names} | dict(
         D=decoder.packed.block.head_dim, N_PRELUDE=layout.n_prelude, N_CORE=layout.n_core, N_CODA=layout.n_coda,
         POLICY=layout.policy, PERIOD=layout.period, INIT=layout.state, POS=layout.positions, RULE=stop.rule,
-        ENDLESS=math.isinf(stop.tol), TMA=False, WARM=call.warm, KEEP=call.out.history is not None,
-        num_stages=decoder.launch.stages, num_warps=decoder.launch.warps,
+        ENDLESS=math.isinf(stop.tol), WARM=call.warm, KEEP=call.out.history is not None,
+        num_stages=decoder.launch.stages,
     )  # fmt: skip
 
 
@@ -297,6 +294,7 @@ def _tile(call: _Call, members: list[int], n_per_tile: int) -> None:
         cache.used, cache.rest, call.table, scratch, *_weights(call.decoder),
         len(members), len(call.embeds), n_per_tile, cache.capacity, len(cache.used), *_limits(call.stop),
         **_constants(call), M=launch.rows, KEYS=launch.keys(call.decoder.packed.fixed["HP"]), RESIDENT=launch.resident,
+        num_warps=launch.warps,
     )  # fmt: skip
 
 
@@ -314,5 +312,5 @@ def _blocks(call: _Call, members: list[int], rows: int, n_pad: int) -> None:
         call.embeds, call.seats, out.hidden, out.loops, call.history, order, call.first, call.counts, call.lengths, cache.keys,
         cache.values, cache.used, cache.rest, call.table, scratch, pace, marks, *_weights(call.decoder),
         len(members), len(call.embeds), n_pad, cache.capacity, len(cache.used), *_limits(call.stop),
-        **_constants(call), M=rows, KEYS=launch.block_keys,
+        **_constants(call), M=rows, KEYS=launch.block_keys, num_warps=launch.block_warps,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def sequence_layer(
     stream, alive, n_blocks, layer, weights, cache, row, capacity, place_0, n_new, loop, base, step,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
     M: tl.constexpr, KEYS: tl.constexpr, POLICY: tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    ACT: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One layer of all blocks of a sequence, in place in `stream` [blocks M, CP]; blocks without a live row are left out.
 
@@ -73,8 +73,8 @@ def sequence_layer(
                 writes = writes & (c < D)[None, :]
             for head in range(H):
                 tiles = (layer * H + head) * (3 * HP)
-                k = mm(h, weight(w_in, tiles + HP, in_low, HP, CP, PREC, TMA), PREC)
-                v = mm(h, weight(w_in, tiles + 2 * HP, in_low, HP, CP, PREC, TMA), PREC)
+                k = mm(h, weight(w_in, tiles + HP, in_low, HP, CP, PREC, False), PREC)
+                v = mm(h, weight(w_in, tiles + 2 * HP, in_low, HP, CP, PREC, False), PREC)
                 at = (slot_at + (row * H + head) * capacity * D + (place_0 + i) * D)[:, None] + c[None, :]
                 tl.store(keys + at, as_stored(k, PREC, EMULATE), mask=writes)
                 tl.store(values + at, as_stored(v, PREC, EMULATE), mask=writes)
@@ -90,16 +90,16 @@ def sequence_layer(
             for head in range(H):
                 at = layer * H + head
                 bq = tl.load(b_q + at * HP + tl.arange(0, HP))
-                wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, TMA)
+                wq = weight(w_in, at * (3 * HP), in_low, HP, CP, PREC, False)
                 q = operand(mm(h, wq, PREC) + bq[None, :], PREC, EMULATE)
                 o = over_sequence(
                     q, cache, (row * H + head) * capacity * D, row * capacity, place_0 + i, end, loop, base, step,
                     D, HP, M, KEYS, POLICY, PERIOD, PREC, EMULATE,
                 )  # fmt: skip
-                x = mma(o, weight(w_out, at * CP, out_low, CP, HP, PREC, TMA), x, PREC)
+                x = mma(o, weight(w_out, at * CP, out_low, CP, HP, PREC, False), x, PREC)
             x = streamed_mlp(
                 x, layer, w_up, w_down, up_low, down_low, b_up, b_down,
-                C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                C, CP, FP, KC, NORM, EPS, ACT, PREC, EMULATE, FAST, False, STAGES,
             )  # fmt: skip
             store_rows(stream, i * CP, i >= 0, x, CP, CP)
     tl.debug_barrier()
@@ -112,14 +112,15 @@ COUNTS += ("min_loops", "n_passes", "n_new")
 
 @triton.jit(do_not_specialize=COUNTS)
 def prefill_blocks(
-    embeds, seats, hidden, loops, history, order, first, counts, lengths, keys, values, used, rest, positions, scratch, pace, marks,
+    embeds, seats, hidden, loops, history, order, first, counts, lengths, keys, values, used, rest, positions,
+    scratch, pace, marks,
     w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down, norm_scale, norm_shift,
     n_queue, n_new, n_pad, capacity, n_cache_rows, n_loops, check_every, min_loops, n_passes, tol, phi,
     C: tl.constexpr, CP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, FP: tl.constexpr, KC: tl.constexpr,
     N_PRELUDE: tl.constexpr, N_CORE: tl.constexpr, N_CODA: tl.constexpr, M: tl.constexpr, KEYS:
     tl.constexpr, POLICY: tl.constexpr, PERIOD: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, INJECT:
     tl.constexpr, INIT: tl.constexpr, POS: tl.constexpr, LOOP_NORM: tl.constexpr, RULE: tl.constexpr, ENDLESS: tl.constexpr,
-    PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, WARM: tl.constexpr, KEEP:
+    PREC: tl.constexpr, EMULATE: tl.constexpr, FAST: tl.constexpr, STAGES: tl.constexpr, WARM: tl.constexpr, KEEP:
     tl.constexpr,
 ):  # fmt: skip
     """All loops of the counts[row] new tokens of each row that `order` [n_queue] names, one row after the other in a program.
@@ -161,7 +162,7 @@ def prefill_blocks(
         for layer in range(N_PRELUDE):
             sequence_layer(
                 signal, alive, n_blocks, layer, weights, cache, row, capacity, place_0, n_own, 1, layer, 0,
-                C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
             )  # fmt: skip
         for b in range(n_blocks):
             i = b * M + r
@@ -189,7 +190,7 @@ def prefill_blocks(
                 sequence_layer(
                     stream, alive, n_blocks, N_PRELUDE + layer, weights, cache, row, capacity, place_0, n_own, loop,
                     N_PRELUDE + N_CODA + layer, N_CORE,
-                    C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                    C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
                 )  # fmt: skip
             going = tl.full((), 0, tl.int32)
             for b in range(n_blocks):
@@ -226,7 +227,7 @@ def prefill_blocks(
             sequence_layer(
                 state, alive, n_blocks, N_PRELUDE + N_CORE + layer, weights, cache, row, capacity, place_0, n_own, 1,
                 N_PRELUDE + layer, 0,
-                C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, TMA, STAGES,
+                C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
             )  # fmt: skip
         for b in range(n_blocks):
             i = b * M + r

@@ -58,6 +58,8 @@ class Row:
                 if leaves[i] or t == n_loops:
                     self.used[n_cached + i] = t
             active = [i for i in active if not leaves[i]]
+        if n_loops == 0:
+            self.used[n_cached:] = [0] * T
         self.last = torch.cat([self.last, Y]) if self.last is not None else Y
         hidden = self.layers("coda", Y, 0, range(T))
         if config.loop_norm == "once":

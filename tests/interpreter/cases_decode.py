@@ -1,4 +1,4 @@
-"""The decode kernels against a plain float64 definition: shapes, ragged rows, exits, cache policies, and what never changes a bit."""
+"""The decode kernels against a plain float64 definition: shapes, ragged rows, exits, cache policies, what changes no bit."""
 
 import math
 from dataclasses import dataclass
@@ -22,6 +22,9 @@ class Policy:
     period: int = 1
 
 
+PER_LOOP = Policy()
+
+
 @pytest.fixture
 def rows(monkeypatch):
     """`rows()` launches fp32 tiles that read 8 keys at a time, and blocks of 32 rows for more than 16 new tokens."""
@@ -31,7 +34,8 @@ def rows(monkeypatch):
         options = dict(stages=1, block_rows=32, key_lanes=128, block_keys=16) | changes
 
         def small(block, _n_core, _precision, _target):
-            return decode_launch.DecodeLaunch("test", ("sm_90",), launch.padded(block.width), precision, tile_rows, 4, 32, **options)
+            width = launch.padded(block.width)
+            return decode_launch.DecodeLaunch("test", ("sm_90",), width, precision, tile_rows, 4, 32, **options)
 
         monkeypatch.setattr(decode_launch, "choose", small)
         monkeypatch.setattr(triton_decode, "_decoders", type(triton_decode._decoders)())
@@ -59,11 +63,11 @@ def embeds_of(model, parts):
     return model.embedding(torch.cat(parts)).detach()
 
 
-def follow(models, rows_of_ids, calls, policy=Policy(), phi=None, **options):
-    """A session and the definition through the same calls of (counts, n_loops, rule): per row (got, want) of hidden and loops."""
+def follow(models, rows_of_ids, calls, policy=PER_LOOP, **options):
+    """A session and the definition through the same calls of (counts, n_loops, rule): [(got, [want of a row, ...]), ...]."""
     truth, model = models
     session = TritonSession(model, policy)
-    plain = [Row(truth, policy, **({} if phi is None else dict(phi=phi))) for _ in rows_of_ids]
+    plain = [Row(truth, policy) for _ in rows_of_ids]
     results = []
     for counts, n_loops, rule in calls:
         starts = session.lengths or [0] * len(counts)
@@ -144,7 +148,7 @@ def test_every_token_leaves_by_its_own_rule(rows, rule):
     assert_same(results)
     loops = torch.cat([got.n_loops for got, _ in results])
     if not rule.is_fixed and rule.min_loops == 0 and isinstance(rule, (Relative, Contraction)) and rule.tol < math.inf:
-        assert 1 < len(set(loops.tolist()))
+        assert len(set(loops.tolist())) > 1
         assert loops.min() < 7
 
 
@@ -154,7 +158,7 @@ POLICIES = [Policy(), Policy("last_only"), Policy("modulo", 2), Policy("modulo",
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("changes", [dict(n_core=2), dict(n_prelude=1, n_coda=1, loop_norm="once")], ids=str)
 def test_what_is_seen_of_a_token_that_left(rows, policy, changes):
-    """Early exits, more loops in a later call than cached tokens have run, fewer, several tokens after one, and growing room."""
+    """Early exits, more loops in a later call than cached tokens have run, fewer, and several tokens after one."""
     models = pair(std=0.12, n_heads=1, **changes)
     rule = Relative(tol=0.3)
     calls = [([6, 1], 3, rule), ([1, 1], 5, Fixed()), ([2, 1], 2, Fixed()), ([1, 3], 5, rule)]
@@ -202,7 +206,10 @@ def test_neighbours_change_no_bit(rows, precision, monkeypatch):
                 assert torch.equal(got[1], want[1])
 
 
-def extend(session, model, ids, n_new, n_loops=3, rule=Relative(tol=0.2), **options):
+LOOSE = Relative(tol=0.2)
+
+
+def extend(session, model, ids, n_new, n_loops=3, rule=LOOSE, **options):
     at = session.lengths or [0] * len(ids)
     parts = [x[a : a + n] for x, a, n in zip(ids, at, n_new, strict=True)]
     return session.extend(embeds_of(model, parts), n_new, n_loops=n_loops, rule=rule, **options)
@@ -348,7 +355,7 @@ def test_what_the_kernels_do_not_run_is_named(rows):
     _, model = pair()
     session = TritonSession(model, Policy())
     embeds = model.embedding(torch.arange(3)).detach()
-    with pytest.raises(NotImplementedError, match="Readout reads the head"):
+    with pytest.raises(NotImplementedError, match="Readout asks for the head"):
         session.extend(embeds, [3], n_loops=2, rule=Readout())
     with pytest.raises(ValueError, match=r"embeds are \[3, 8\]"):
         session.extend(embeds[:, :8], [3], n_loops=2, rule=Fixed())

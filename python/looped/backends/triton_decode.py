@@ -1,8 +1,8 @@
 """Decoding on the fused Triton kernels: `TritonSession`, which runs new tokens through all loops in one launch.
 
-It is a decode session as looped/lm/session.py defines one: ragged rows, embeddings without positions in, hidden states ready for
-the head out, a slot of keys and values per (loop, layer). Arithmetic is that of looped/backends/triton.py. The kernels judge a
-token by its state; rules that read the vocabulary head at every loop run on the eager session.
+It is a decode session as looped/lm/session.py defines one: ragged rows, embeddings without positions in, hidden states ready
+for the head out, a slot of keys and values per (loop, layer). Arithmetic is that of looped/backends/triton.py. The kernels
+judge a token by its state; rules that read the vocabulary head at every loop run on the eager session.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Policy(Protocol):
 
 
 class Extension(NamedTuple):
-    """hidden [N, C], what the head reads; n_loops int64 [N], loops run by each token; states Y_0 .. Y_n, each [N, C], when asked
-    for: entries after a token's exit repeat its last state."""
+    """hidden [N, C], what the head reads; n_loops int64 [N], loops run by each token; states Y_0 .. Y_n, each [N, C], when
+    asked for: entries after a token's exit repeat its last state."""
 
     hidden: Tensor
     n_loops: Tensor
@@ -57,8 +57,8 @@ def _kernels() -> Any:
         return f"Triton is not in this installation ({error}); a CUDA build of PyTorch brings it"
 
 
-def why_not(model: LoopedTransformer, rule: ExitRule | None = None) -> str | None:
-    """Why this backend cannot decode with the model and judge its tokens by the rule, and None where it can."""
+def why_not(model: LoopedTransformer) -> str | None:
+    """Why this backend cannot decode with the model, and None where it can."""
     parameter, config, precision = next(model.parameters()), model.config, triton.precision_of(model)
     kernels = _kernels()
     if parameter.device.type != "cuda" and not triton.is_interpreted():
@@ -73,19 +73,24 @@ def why_not(model: LoopedTransformer, rule: ExitRule | None = None) -> str | Non
         return f"decoding needs a causal mask and the model's is {config.mask_kind}"
     if config.state_init not in kernels.STATES:
         return f"decoding begins from {', '.join(kernels.STATES)} and the model's state_init is {config.state_init}"
-    target = kernels.target_of(parameter.device)
+    target = triton._kernels().target_of(parameter.device)
     if kernels.choose(_block_of(model), config.n_core, precision, target) is None:
         widths = [launch.width for launch in kernels.LAUNCHES if target in launch.targets and launch.precision == precision]
         if not widths:
             return f"the decode kernels have no {precision} launch for {target} ({parameter.device})"
         return f"the decode kernels on {target} take widths up to {max(widths)} and the model is {config.d_model} wide"
-    if rule is not None and type(rule) not in RULES:
-        names = ", ".join(kind.__name__ for kind in RULES)
-        return (
-            f"the kernels judge a token by its state ({names}); {type(rule).__name__} reads the head or a gate at every "
-            "loop, which runs on the eager session"
-        )
     return model.why_not_as_configured()
+
+
+def why_not_rule(rule: ExitRule) -> str | None:
+    """Why the kernels cannot judge tokens by a rule, and None where they can."""
+    if type(rule) in RULES or rule.is_fixed:
+        return None
+    names = ", ".join(kind.__name__ for kind in RULES)
+    return (
+        f"the kernels judge a token by its state ({names}); {type(rule).__name__} asks for the head, a gate or code of your "
+        "own at every loop, which runs on the eager session"
+    )
 
 
 def _block_of(model: LoopedTransformer) -> Any:
@@ -123,7 +128,8 @@ def decoder_of(model: LoopedTransformer, policy: Policy) -> Any:
                 known[1][layout] = dataclasses.replace(other, layout=layout)
             else:
                 block, table = _block_of(model), model.positions.weight if config.pos_kind == "learned" else None
-                launch = kernels.choose(block, config.n_core, precision, kernels.target_of(next(model.parameters()).device))
+                target = triton._kernels().target_of(next(model.parameters()).device)
+                launch = kernels.choose(block, config.n_core, precision, target)
                 known[1][layout] = kernels.decoder(block, layout, table, launch, emulate=triton.is_interpreted())
         return known[1][layout]
 
@@ -195,7 +201,7 @@ class TritonSession:
         Raises NotImplementedError for a rule that the kernels do not judge, ValueError for sizes that do not
         fit, positions beyond the table, or loops after tokens that ran none; nothing is changed then.
         """
-        obstacle = why_not(self.model, rule)
+        obstacle = why_not_rule(rule)
         if obstacle is not None:
             raise NotImplementedError(f'decoding with backend="triton": {obstacle}')
         if n_loops and self._has_unlooped and any(self._lengths):
@@ -311,5 +317,7 @@ class TritonSession:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values that one cached token takes; 0 before the first `extend`."""
-        cache = self._cache
-        return 0 if cache is None else 2 * cache.keys.element_size() * len(cache.keys) * cache.keys.shape[2] * cache.keys.shape[4]
+        if self._cache is None:
+            return 0
+        slots, _, heads, _, width = self._cache.keys.shape
+        return 2 * self._cache.keys.element_size() * slots * heads * width
