@@ -55,7 +55,7 @@ class DecodeLaunch(Launch):
 def _rows(targets: tuple[str, ...], precision: str, **options: Any) -> tuple[DecodeLaunch, ...]:
     return tuple(
         DecodeLaunch(f"D{width}", targets, width, precision, TILE_ROWS, 8, 64, key_lanes=lanes, **options)
-        for width, lanes in ((16, 256), (32, 256), (64, 256), (128, 256), (256, 128))
+        for width, lanes in ((16, 256), (32, 256), (64, 256), (128, 128), (256, 128))
     )
 
 
