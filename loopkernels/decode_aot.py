@@ -120,7 +120,7 @@ def residency_faults(ttgir: str) -> list[str]:
 
 def faults_of(launch: DecodeLaunch, report: Report) -> list[str]:
     """The gates that a compiled row does not pass."""
-    faults = aot.faults_of(launch, dataclasses.replace(report, spilled=0, waits=0))
+    faults = aot.faults_of(launch, dataclasses.replace(report, spilled=0))
     budget = SPILL_BUDGET.get(f"{report.target} {report.row} {report.precision} {report.kernel}", 0)
     budget += 0 if aot.VERSION >= (3, 9) else aot.OLDER_SPILLS
     if report.spilled > budget:

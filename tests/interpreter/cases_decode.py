@@ -430,3 +430,30 @@ def test_held_weights_give_the_same_bits_as_streamed_ones(rows, n_core):
         found.append(extend(session, model, ids, [1, 1, 1]))
     assert torch.equal(found[0].hidden, found[1].hidden)
     assert torch.equal(found[0].n_loops, found[1].n_loops)
+
+
+def test_generate_gives_the_eager_tokens(rows, monkeypatch):
+    """Greedy and beams through transformers, with left padding, exits and shared slots."""
+    lm = pytest.importorskip("looped.lm")
+    session = pytest.importorskip("looped.lm.session")
+    monkeypatch.setitem(session.SESSIONS, "triton", TritonSession)
+    config = lm.LoopedGPT2Config(
+        vocab_size=61, n_positions=32, d_model=32, n_heads=4, n_core=1, n_loops=4, inject="add", state_init="zeros",
+        loop_norm="each", pos_when="each_loop",
+    )  # fmt: skip
+    model = random_weights(lm.LoopedGPT2(config), 0.15, 0, torch.float32).eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]])
+    options = dict(attention_mask=(ids > 0).long(), do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+    options |= dict(output_logits=True)
+    rule = Relative(tol=0.2, scope="token")
+    for changes, policy in (
+        (dict(max_new_tokens=4, exit=rule, n_loops=8), "per_loop"),
+        (dict(max_new_tokens=3, exit=rule), "modulo(2)"),
+        (dict(max_new_tokens=3, num_beams=3, num_return_sequences=2), "per_loop"),
+    ):
+        model.config.cache_policy = policy
+        want = model.generate(ids, backend="eager", **options, **changes)
+        got = model.generate(ids, backend="triton", **options, **changes)
+        assert torch.equal(got.sequences, want.sequences)
+        for ours, theirs in zip(got.logits, want.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
