@@ -125,19 +125,20 @@ def prefill_blocks(
 ):  # fmt: skip
     """All loops of the counts[row] new tokens of each row that `order` [n_queue] names, one row after the other in a program.
 
-    scratch [programs, 3, n_pad, CP] float32, pace [programs, n_pad] float32 and marks [programs, 2, n_pad] int32: a program's
-    own; n_pad is a multiple of M that holds every row's new tokens. The rest is as in `decode_tile`.
+    scratch [programs, 4, n_pad, CP] float32, pace [programs, 2, n_pad] float32 and marks [programs, 4, n_pad] int32: a
+    program's own; n_pad is a multiple of M that holds every row's new tokens. What a pass changes is written to another place
+    than it is read from, in turn: threads that hold the same numbers may be apart by a pass. The rest is as in `decode_tile`.
     """
     weights = (w_in, w_out, w_up, w_down, in_low, out_low, up_low, down_low, b_q, b_out, b_up, b_down)
     capacity = capacity.to(tl.int64)
     cache = (keys, values, used, n_cache_rows.to(tl.int64) * H * capacity * D)
     program = tl.program_id(0).to(tl.int64)
-    signal = scratch + program * 3 * n_pad * CP
-    state = signal + n_pad.to(tl.int64) * CP
-    stream = state + n_pad.to(tl.int64) * CP
-    alive = marks + program * 2 * n_pad
-    passed = alive + n_pad
-    pace += program * n_pad
+    whole = n_pad.to(tl.int64) * CP
+    signal = scratch + program * 4 * whole
+    stream = signal + whole
+    states = stream + whole
+    marks += program * 4 * n_pad
+    pace += program * 2 * n_pad
     r = tl.arange(0, M)
     for entry in range(tl.program_id(0), n_queue, tl.num_programs(0)):
         row = tl.load(order + entry).to(tl.int64)
@@ -153,15 +154,15 @@ def prefill_blocks(
             if POS == "once":
                 p += load_rows(positions, tl.load(seats + token_0 + i, mask=own, other=0).to(tl.int64) * C, own, C, CP)
             store_rows(signal, i * CP, i >= 0, p, CP, CP)
-            tl.store(alive + i, own.to(tl.int32))
-            tl.store(passed + i, tl.zeros([M], tl.int32))
+            tl.store(marks + i, own.to(tl.int32))
+            tl.store(marks + 2 * n_pad + i, tl.zeros([M], tl.int32))
             tl.store(pace + i, tl.full([M], float("nan"), tl.float32))
             tl.store(used + spots + i, tl.zeros([M], tl.int32) + n_loops, mask=own)
             tl.store(loops + token_0 + i, tl.zeros([M], tl.int32) + n_loops, mask=own)
         tl.debug_barrier()
         for layer in range(N_PRELUDE):
             sequence_layer(
-                signal, alive, n_blocks, layer, weights, cache, row, capacity, place_0, n_own, 1, layer, 0,
+                signal, marks, n_blocks, layer, weights, cache, row, capacity, place_0, n_own, 1, layer, 0,
                 C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
             )  # fmt: skip
         for b in range(n_blocks):
@@ -170,12 +171,16 @@ def prefill_blocks(
             y = first_state(p, rest + (spots - 1 + i * 0) * C, (i < n_own) & (place_0 + i > i), C, CP, M, INIT, WARM)
             if KEEP:
                 store_rows(history, (token_0 + i) * C, i < n_own, y, C, CP)
-            store_rows(state, i * CP, i >= 0, y, CP, CP)
+            store_rows(states, i * CP, i >= 0, y, CP, CP)
         tl.debug_barrier()
         loop = tl.full((), 0, tl.int32)
         going = n_own
         while (going > 0) & (loop < n_loops):
+            now = loop % 2
+            then = 1 - now
             loop += 1
+            state = states + now * whole
+            alive = marks + now * n_pad
             for b in range(n_blocks):
                 i = b * M + r
                 y = load_rows(state, i * CP, i >= 0, CP, CP)
@@ -196,42 +201,44 @@ def prefill_blocks(
             for b in range(n_blocks):
                 i = b * M + r
                 active = tl.load(alive + i) != 0
+                y = load_rows(state, i * CP, i >= 0, CP, CP)
                 if tl.sum(active.to(tl.int32), 0) > 0:
                     x = load_rows(stream, i * CP, i >= 0, CP, CP)
-                    y = load_rows(state, i * CP, i >= 0, CP, CP)
                     if LOOP_NORM == "each":
                         x = affine(x, norm_scale, norm_shift, C, CP, EPS, NORM)
+                    passes = tl.load(marks + (2 + now) * n_pad + i)
+                    s_prev = tl.load(pace + now * n_pad + i)
                     leaving, passes, s_prev = at_rest(
-                        x, y, loop, tl.load(passed + i), tl.load(pace + i), n_loops, check_every, min_loops, n_passes, tol, phi,
-                        M, RULE, ENDLESS,
-                    )  # fmt: skip
-                    store_rows(state, i * CP, active, x, CP, CP)
+                        x, y, loop, passes, s_prev, n_loops, check_every, min_loops, n_passes, tol, phi, M, RULE, ENDLESS
+                    )
+                    y = tl.where(active[:, None], x, y)  # a token that has left keeps its state
                     if KEEP:
                         store_rows(history, (loop.to(tl.int64) * n_new + token_0 + i) * C, active, x, C, CP)
                     leaving = leaving & active
                     tl.store(used + spots + i, tl.zeros([M], tl.int32) + loop, mask=leaving)
                     tl.store(loops + token_0 + i, tl.zeros([M], tl.int32) + loop, mask=leaving)
                     active = active & (leaving == 0)
-                    tl.store(alive + i, active.to(tl.int32))
-                    tl.store(passed + i, passes)
-                    tl.store(pace + i, s_prev)
+                    tl.store(marks + (2 + then) * n_pad + i, passes)
+                    tl.store(pace + then * n_pad + i, s_prev)
                     going += tl.sum(active.to(tl.int32), 0)
+                tl.store(marks + then * n_pad + i, active.to(tl.int32))
+                store_rows(states + then * whole, i * CP, i >= 0, y, CP, CP)
             tl.debug_barrier()
+        last = states + (loop % 2) * whole
         for b in range(n_blocks):
             i = b * M + r
-            x = load_rows(state, i * CP, i >= 0, CP, CP)
-            store_rows(rest, (spots + i) * C, i < n_own, x, C, CP)
-            tl.store(alive + i, (i < n_own).to(tl.int32))
+            store_rows(rest, (spots + i) * C, i < n_own, load_rows(last, i * CP, i >= 0, CP, CP), C, CP)
+            tl.store(marks + i, (i < n_own).to(tl.int32))
         tl.debug_barrier()
         for layer in range(N_CODA):
             sequence_layer(
-                state, alive, n_blocks, N_PRELUDE + N_CORE + layer, weights, cache, row, capacity, place_0, n_own, 1,
+                last, marks, n_blocks, N_PRELUDE + N_CORE + layer, weights, cache, row, capacity, place_0, n_own, 1,
                 N_PRELUDE + layer, 0,
                 C, CP, H, D, HP, FP, KC, M, KEYS, POLICY, PERIOD, NORM, EPS, ACT, PREC, EMULATE, FAST, STAGES,
             )  # fmt: skip
         for b in range(n_blocks):
             i = b * M + r
-            x = load_rows(state, i * CP, i >= 0, CP, CP)
+            x = load_rows(last, i * CP, i >= 0, CP, CP)
             if LOOP_NORM == "once":
                 x = affine(x, norm_scale, norm_shift, C, CP, EPS, NORM)
             store_rows(hidden, (token_0 + i) * C, i < n_own, x, C, CP)

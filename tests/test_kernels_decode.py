@@ -48,13 +48,25 @@ def block(width, n_layers, n_heads=4):
         return torch.zeros(n_out, n_in), None
 
     layer = Layer(
-        (None, None), linear(3 * width, width), linear(width, width), (None, None), linear(4 * width, width), linear(width, 4 * width)
+        (None, None),
+        linear(3 * width, width),
+        linear(width, width),
+        (None, None),
+        linear(4 * width, width),
+        linear(width, 4 * width),
     )
     return Block((layer,) * n_layers, n_heads, width // n_heads)
 
 
 def test_weights_are_held_where_they_fit():
-    for width, n_core, name in ((64, 1, "R64"), (64, 2, "D64"), (32, 3, "R32"), (32, 4, "D32"), (20, 1, "R32"), (128, 1, "D128")):
+    for width, n_core, name in (
+        (64, 1, "R64"),
+        (64, 2, "D64"),
+        (32, 3, "R32"),
+        (32, 4, "D32"),
+        (20, 1, "R32"),
+        (128, 1, "D128"),
+    ):
         assert decode_launch.choose(block(width, n_core), n_core, "bf16", "sm_90").name == name
     assert decode_launch.choose(block(64, 3), 1, "bf16", "sm_90").name == "R64"  # prelude and coda are read once a token
     assert decode_launch.choose(block(64, 1), 1, "bf16", "sm_80").name == "D64"
@@ -75,9 +87,9 @@ def test_slots_of_a_policy():
 
 
 def test_the_launch_table_is_whole():
-    """Every target has bf16 and fp32 at every width up to 256; one streamed row answers a question."""
+    """Every target has bf16 and bf16x3 at every width up to 256; one streamed row answers a question."""
     for target in aot.TARGETS:
-        for precision in ("bf16", "fp32"):
+        for precision in ("bf16", "bf16x3"):
             assert {16, 32, 64, 128, 256} <= {x.width for x in LAUNCHES if target in x.targets and x.precision == precision}
         keys = [(x.width, x.precision) for x in LAUNCHES if target in x.targets and not x.resident]
         assert len(keys) == len(set(keys))
