@@ -71,10 +71,11 @@ def _held_rows(targets: tuple[str, ...]) -> tuple[DecodeLaunch, ...]:
 # checking, not for speed; at 256 lanes it would spill 43 KB.
 LAUNCHES = (
     *_held_rows(HOPPER),
-    *_rows(HOPPER + AMPERE + AMD, "bf16"),
+    *_rows(HOPPER + AMPERE, "bf16"),
+    *_rows(AMD, "bf16"),  # a row of its own: `launch.pack` chooses the tanh of a vendor's unit by the row's first target
     *_rows(HOPPER + AMPERE + AMD, "bf16x3"),
     *_rows(HOPPER + AMPERE, "tf32"),
-    *_rows(HOPPER + AMPERE + AMD, "fp32", widest=128, stages=1),
+    *_rows(HOPPER + AMPERE + AMD, "fp32", widest=128, stages=1, block_rows=16),
 )
 
 
@@ -243,7 +244,9 @@ def extend(
     if seats is None:
         places = [at + i for at, count in zip(lengths, counts, strict=True) for i in range(count)]
         seats = torch.tensor(places, dtype=torch.int32)
-    new, first, cached = torch.tensor([counts, starts, lengths], dtype=torch.int32).to(device)
+    aligned = [0] * (-len(counts) % 4)  # 16 bytes: a pointer aligned otherwise would make a kernel of its own
+    numbers = [counts + aligned, starts + aligned, lengths + aligned]
+    new, first, cached = torch.tensor(numbers, dtype=torch.int32).to(device)
     call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, warm, out)
     single = [row for row, count in enumerate(counts) if count == 1]
     if single:

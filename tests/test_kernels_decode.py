@@ -94,6 +94,7 @@ def test_the_launch_table_is_whole():
         keys = [(x.width, x.precision) for x in LAUNCHES if target in x.targets and not x.resident]
         assert len(keys) == len(set(keys))
     for launch in LAUNCHES:
+        assert launch.precision != "bf16" or len({target[:3] for target in launch.targets}) == 1  # one vendor's tanh
         assert launch.rows >= 16
         assert launch.block_rows % 16 == 0
         assert launch.keys(16) * 16 <= launch.key_lanes
