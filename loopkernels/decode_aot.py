@@ -36,14 +36,18 @@ MATRIX_INSTRUCTION = aot.MATRIX_INSTRUCTION | {"sm_90": "HMMA|HGMMA", "sm_100": 
 # Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up.
 SPILL_BUDGET: dict[str, int] = {
     "sm_90 R64 bf16 decode": 384,
+    "sm_90 D256 bf16x3 prefill": 1408,
     "sm_90 D256 tf32 decode": 1024,
     "sm_90 D128 fp32 decode": 2048,
     "sm_100 R64 bf16 decode": 640,
     "sm_80 D256 bf16 decode": 256,
+    "sm_80 D256 bf16 prefill": 128,
+    "gfx942 D32 bf16 prefill": 128,
     "gfx942 D64 bf16 prefill": 128,
     "gfx942 D128 bf16 prefill": 256,
     "gfx942 D256 bf16 decode": 128,
     "gfx942 D256 bf16 prefill": 384,
+    "gfx942 D64 bf16x3 decode": 128,
     "sm_90 D128 bf16x3 prefill": 128,
     "sm_90 D256 bf16x3 decode": 1024,
 }
