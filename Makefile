@@ -36,6 +36,7 @@ check: $(VENV)/.dev               ## style, types, import layers, spelling
 
 kernels: $(VENV)/.dev             ## compile the GPU kernels for every target, and hold them to their gates
 	$(BIN)/python -W ignore -m loopkernels.aot --target all --kernel all
+	$(BIN)/python -W ignore -m loopkernels.decode_aot --target all --kernel all
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

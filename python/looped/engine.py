@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
-from looped.backends import cpu, device, eager, graph, triton
+from looped.backends import cpu, device, eager, graph, triton, triton_decode
 from looped.exits import PRECISION_OF, ExitRule, make_exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer, clear_padding, loop_count, own_tokens
@@ -102,6 +102,7 @@ def repack(model: LoopedTransformer) -> None:
     """
     triton.forget(model)
     graph.forget(model)
+    triton_decode.forget(model)
 
 
 def solve_iter(

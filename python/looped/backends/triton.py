@@ -162,7 +162,7 @@ def packed(config: LoopedConfig, weights: Weights) -> dict[str, Any]:
     launch, first = kernels(), next(iter(weights.values()))
     precision = precision_of(first)
     with _lock:
-        marks = _marks(weights)
+        marks = marks_of(weights)
         kept = _packed.setdefault(first, {})
         known = kept.get((config, precision))
         if known is None or known[0] != marks:
@@ -180,7 +180,7 @@ def packed(config: LoopedConfig, weights: Weights) -> dict[str, Any]:
         return known[1]
 
 
-def _marks(weights: Weights) -> tuple[Any, ...]:
+def marks_of(weights: Weights) -> tuple[Any, ...]:
     """Which memory every weight is in and its version. Edits through `.data` change neither: `looped.repack` tells of them.
 
     Weak references, so that memory which was freed and given out again counts as other memory.
