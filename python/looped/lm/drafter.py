@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -80,17 +81,18 @@ class Drafter:
         self.model, self.cache, self.session = model, cache, cache.session
         self.rule: ExitRule = model._plan(kwargs.get("n_loops"), kwargs.get("exit"), False).rule
         self.drafting, self.n_tokens = drafting, drafting.n_tokens
-        self.places = Places(cache, kwargs)
+        self.places = Places(model, cache, kwargs)
 
     def drafts(self, text: Text) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of a token [1] and the scores [1, V] it was chosen by."""
-        n_drafts = min(self.n_tokens, text.max_length - text.ids.shape[1] - 1)
+        n_columns = self.cache.get_seq_length()
+        n_drafts = int(min(self.n_tokens, text.max_length - text.ids.shape[1] - 1, self.places.room(n_columns) - 1))
         provisional = provisional_tokens(self.session)
         ids = text.ids
         try:
             for i in range(n_drafts):
                 embeds = self.model.transformer.embedding(ids[0, -1:].to(self.model.device))
-                places = self.places.of(self.cache.get_seq_length() + i, 1)
+                places = self.places.of(n_columns + i, 1)
                 hidden = provisional.add(embeds, n_loops=self.drafting.n_loops, rule=self.rule, positions=places)
                 logits = self.model.transformer.head(hidden).to(ids.device, torch.float32)
                 scores = text.processors(ids, logits)
@@ -115,20 +117,21 @@ class Drafter:
 class Places:
     """Rows of the position table, where the caller of `generate` gave others than the usual ones."""
 
-    def __init__(self, cache: LoopedCache, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: Any, cache: LoopedCache, kwargs: dict[str, Any]) -> None:
         """After the prefill: the last position given is that of the last cached column."""
-        self.n_columns = cache.get_seq_length()
-        given = kwargs.get("position_ids")
+        given = None if model.config.pos_kind == "none" else kwargs.get("position_ids")
         last = None if given is None else int(given[0, -1])
-        self.last = None if last is None or last == cache.session.lengths[0] - 1 else last
-        self.device = cache.own.device
+        self.is_usual = last is None or last == cache.session.lengths[0] - 1
+        self.first = 0 if last is None else last + 1 - cache.get_seq_length()  # of column 0
+        self.n_positions, self.device = model.config.n_positions, cache.own.device
 
     def of(self, column: int, n: int) -> Tensor | None:
         """int64 [n], from a column on; None where they are the usual ones."""
-        if self.last is None:
-            return None
-        first = self.last + 1 + column - self.n_columns
-        return torch.arange(first, first + n, device=self.device)
+        return None if self.is_usual else torch.arange(n, device=self.device) + self.first + column
+
+    def room(self, column: int) -> float:
+        """How many rows there are from a column on; `generate` has seen to it where they are the usual ones."""
+        return math.inf if self.is_usual else self.n_positions - self.first - column
 
 
 def provisional_tokens(session: DecodeSession) -> _Drafted | _Cropped:

@@ -21,7 +21,7 @@ from looped.model import Block, LoopedTransformer
 
 
 class EagerSession:
-    """A `DecodeSession` over `Slots`. Tokens that have left cost nothing more than a copy of their last keys and values."""
+    """A `DraftingSession` over `Slots`. Tokens that have left cost nothing more than a copy of their last keys and values."""
 
     backend = "eager"
 
@@ -65,12 +65,6 @@ class EagerSession:
         return Extension(hidden, run.n_loops, run.states)
 
     def draft(self, embeds: Tensor, *, n_loops: int, rule: ExitRule, positions: Tensor | None = None) -> Extension:
-        """Compute tokens behind the end of the one row, provisionally: `lengths` does not count them.
-
-        The arguments are those of `extend`, which goes on from what a draft's loops have made where it is given the same tokens
-        under the same rule, and forgets drafts otherwise. Both ways give the same result: with the policy per_loop, a token's
-        first loops are the same whether or not more follow. Raises ValueError for several rows and for another policy.
-        """
         if len(self._lengths) != 1 or not self.policy.is_exact:
             raise ValueError(f"draft: needs one row and the policy per_loop, got {len(self._lengths)} rows and {self.policy}")
         self._check(rule, n_loops, self._lengths)

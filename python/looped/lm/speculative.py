@@ -65,9 +65,7 @@ def check_drafting(model: Any, config: GenerationConfig, kwargs: dict[str, Any],
             "call it for each row, or leave draft_loops out"
         )
     if drafting.n_loops > plan.n_loops:
-        raise ValueError(
-            f"generate: draft_loops={drafting.n_loops} is more than n_loops={plan.n_loops}; drafts run fewer loops"
-        )
+        raise ValueError(f"generate: draft_loops={drafting.n_loops} is more than n_loops={plan.n_loops}; drafts run fewer")
     if plan.warm_start:
         raise ValueError(
             "generate: with warm_start a token's first state depends on which tokens are computed together, so drafts would "
@@ -95,9 +93,7 @@ def speculate(
     An exception, of a streamer or Ctrl-C say, leaves the cache as it was after the last whole round.
     """
     if counting := [type(processor).__name__ for processor in logits_processor if isinstance(processor, COUNTING)]:
-        raise ValueError(
-            f"generate: draft_loops cannot be had with {counting[0]}, which counts its calls; leave one of them out"
-        )
+        raise ValueError(f"generate: draft_loops cannot be had with {counting[0]}, which counts its calls; leave one out")
     drafting, cache = Drafting.of(config), kwargs[CACHE_NAME]
     text = Text(input_ids, logits_processor, stopping_criteria, config, streamer)
     prefill = model._prefill(input_ids, config, dict(kwargs))
@@ -209,12 +205,10 @@ class _Verifier:
     def __init__(self, model: Any, cache: LoopedCache, kwargs: dict[str, Any]) -> None:
         self.model, self.cache = model, cache
         own = ("attention_mask", "position_ids", "inputs_embeds", "logits_to_keep", CACHE_NAME)
-        self.kwargs = {name: value for name, value in kwargs.items() if name not in own} | {
-            CACHE_NAME: cache,
-            "return_dict": True,
-        }
+        self.kwargs = {name: value for name, value in kwargs.items() if name not in own}
+        self.kwargs |= {CACHE_NAME: cache, "return_dict": True}
         self.mask = kwargs.get("attention_mask")
-        self.places = Places(cache, kwargs)
+        self.places = Places(model, cache, kwargs)
 
     def verify(self, ids: Tensor) -> Any:
         """`LoopedOutput` with the logits [1, K + 1, V] of ids [1, K + 1]."""
