@@ -1,4 +1,4 @@
-"""Self-speculative decoding: the text, its scores and the cache are those of plain decoding; the draws have its distribution."""
+"""Self-speculative decoding: text, scores and cache are those of plain decoding, and draws have its distribution."""
 
 import copy
 import itertools
@@ -245,8 +245,10 @@ TINY = dict(vocab_size=5, d_model=16, n_heads=2, n_positions=16)
 
 @torch.no_grad()
 def chances(model, ids, n_new, warp=None, end=None):
-    """The probability of every continuation by n_new tokens under plain sampling, by its number in base V. end: an eos id, which
-    is followed by itself."""
+    """The probability of every continuation by n_new tokens under plain sampling, by its number in base V.
+
+    end: an eos id, which is followed by itself.
+    """
     V = model.config.vocab_size
     result = torch.ones(1, dtype=torch.float64)
     for n in range(n_new):
@@ -525,7 +527,7 @@ def test_what_is_refused(call, match):
 
 def test_what_is_refused_of_other_models():
     model, ids = make(), prompts(1, 5)
-    with pytest.raises(ValueError, match="takes one row, .* got 2"):
+    with pytest.raises(ValueError, match=r"takes one row, .* got 2"):
         generate(model, prompts(2, 5), draft_loops=2)
     with pytest.raises(ValueError, match="with an assistant_model"):
         generate(model, ids, draft_loops=2, assistant_model=looped_lm(seed=5))
@@ -569,10 +571,10 @@ def test_an_interrupt_leaves_model_and_cache_usable(backend, monkeypatch):
     ways = [dict(logits_processor=[Stop(n)]) for n in range(2, 16, 3)] + [dict(streamer=Sink(n)) for n in (3, 6, 9)] + [{}]
     for way in ways:
         cache = model.make_cache(backend=backend)
-        with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, RuntimeError)):
-            if not way:
-                patch.setattr(EagerSession, "extend", interrupted)
-            generate(model, ids, draft_loops=3, **{CACHE_NAME: cache}, **way)
+        with monkeypatch.context() as patch:
+            patch.setattr(EagerSession, "extend", extend if way else interrupted)
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                generate(model, ids, draft_loops=3, **{CACHE_NAME: cache}, **way)
         n = cache.get_seq_length()
         assert n >= 5
         assert cache.session.lengths == [n]
