@@ -648,7 +648,7 @@ def test_what_a_draft_wrote_goes_with_it():
     """Other rows may become longer than this one; what stands behind its end has no weight there, but 0 * NaN is NaN."""
     model, ids = make(), prompts(1, 10)
     session, new = session_of(model, ids)
-    session.draft(torch.full_like(new[:1], torch.nan), n_loops=2, rule=Fixed())
+    session.draft(torch.full_like(new[:3], torch.nan), n_loops=2, rule=Fixed())
     session.select(torch.tensor([0, 0]))
     out = session.extend(new[:5], [4, 1], n_loops=6, rule=Fixed())
     assert out.hidden.isfinite().all()
