@@ -1,4 +1,4 @@
-"""Small language models for tests, and GPT-2 of transformers with the same weights. Weights are N(0, 0.3): large enough to matter."""
+"""Small language models for tests, and GPT-2 of transformers with the same weights. Weights N(0, 0.3), which matter."""
 
 import torch
 from models import random_weights
@@ -69,5 +69,3 @@ def left_padded(rows, pad=0):
     ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return ids, mask
-
-

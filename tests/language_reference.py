@@ -9,8 +9,8 @@ import torch
 
 
 class Reference:
-    """One row of a model without padding or batches. `stops(t, states, logits, gates)` says whether a token leaves after loop t;
-    states are Y_0 .. Y_t, logits and gates those after loops 1 .. t."""
+    """One row of a model without padding or batches. `stops(t, states, logits, gates)` says whether a token leaves after
+    loop t; states are Y_0 .. Y_t, logits and gates those after loops 1 .. t."""
 
     def __init__(self, model, n_loops, stops=None):
         self.lm, self.model, self.config = model, model.transformer, model.transformer.config
@@ -62,7 +62,7 @@ class Reference:
         for layer, block in enumerate(blocks):
             q, k, v = block.attn.qkv(block.norm_1(X)).unflatten(-1, (3, self.config.n_heads, -1))
             self.kv[part][-1].setdefault(t, []).append((k, v))
-            seen = [(of[min(t, u)] if t else of[0])[layer] for of, u in zip(self.kv[part], self.used + [t], strict=False)]
+            seen = [(of[min(t, u)] if t else of[0])[layer] for of, u in zip(self.kv[part], [*self.used, t], strict=False)]
             keys, values = (torch.stack([pair[i] for pair in seen]) for i in (0, 1))  # [places, H, head_dim]
             scores = torch.einsum("hd,phd->hp", q, keys) / math.sqrt(q.shape[-1])
             mixed = torch.einsum("hp,phd->hd", scores.softmax(-1), values)

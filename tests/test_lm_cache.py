@@ -1,6 +1,8 @@
 """The looped cache: policies, what generate does to it, and that it changes nothing that it should not."""
 
 import copy
+import dataclasses
+import math
 import pickle
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from language_models import contracting_lm, left_padded, looped_lm, pair, prompts
 from tolerances import FP32, FP64
 
+from looped.exits import Absolute
 from looped.lm import CachePolicy
 from looped.lm.model import CACHE_NAME
 from looped.lm.policy import POLICIES
@@ -48,7 +51,11 @@ def test_what_a_policy_keeps_is_what_its_table_says(name):
     exact, cache = model.make_cache("per_loop"), model.make_cache(name)
     assert torch.equal(model(ids, cache=exact).logits, model(ids, cache=cache).logits)
     last = {"last_only": {0: 5}, "modulo(1)": {0: 5}, "modulo(2)": {0: 5, 1: 4}, "modulo(3)": {0: 4, 1: 5, 2: 3}}
-    last |= {"first_then_shared": {0: 1, 1: 5}, "per_loop": {i: i + 1 for i in range(5)}, "modulo(9)": {i: i + 1 for i in range(5)}}
+    last |= {
+        "first_then_shared": {0: 1, 1: 5},
+        "per_loop": {i: i + 1 for i in range(5)},
+        "modulo(9)": {i: i + 1 for i in range(5)},
+    }
     for slot, loop in last[name].items():
         for layer in range(2):
             for got, kept in zip(
@@ -72,15 +79,28 @@ def test_what_a_policy_keeps_is_what_its_table_says(name):
         assert (logits - model(torch.cat([ids, nxt], 1)).logits[:, -1:]).abs().max() > 1e-4  # stated as not exact
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnlyFirst(Absolute):
+    """Lets the first of two tokens go, in the loops while both are there."""
+
+    def update(self, memory, step):
+        return super().update(memory, step) & (torch.arange(len(step.g)) == 0) & (len(step.g) == 2)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_left_early_fill_what_they_skipped(name):
     """A token decoded with few loops is, to later ones, as if its last loop had been repeated."""
     model, ids = looped_lm(n_loops=5, dtype=torch.float64), prompts(1, 4)
-    for n_loops in (1, 2, 3):
+    for n_loops, by_rule in ((1, False), (2, False), (3, False), (1, True), (3, True), (4, True)):
         cache = model.make_cache(name)
         model(ids, cache=cache)
-        model(ids[:, :1], cache=cache, n_loops=n_loops)
+        two = torch.cat([ids[:, :1], ids[:, :1]], 1)  # the second runs on where a rule decides
+        if by_rule:
+            model(two, cache=cache, exit=OnlyFirst(tol=math.inf, min_loops=n_loops))
+        else:
+            model(two, cache=cache, n_loops=n_loops)
+        assert cache.n_loops[0, 4:].tolist() == [n_loops, 5 if by_rule else n_loops]
         policy, slots = cache.session.policy, cache.session.slots
         for slot in range(policy.n_slots(5)):
             writers = [t for t in range(1, n_loops + 1) if policy.slot(t) == slot]
@@ -88,6 +108,24 @@ def test_tokens_that_left_early_fill_what_they_skipped(name):
             kept = slots.pairs["core", policy.slot(loop), 0]
             assert torch.equal(slots.pairs["core", slot, 0][0][:, 4], kept[0][:, 4])
             assert slots.pairs["core", slot, 0][0][:, 4].abs().sum() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_a_token_that_left_does_not_lose_the_loops_it_ran(name):
+    """The first token of a text sees itself alone, so its keys of each loop are the same under every policy."""
+    model, ids = looped_lm(n_loops=6, dtype=torch.float64), prompts(1, 2)
+    exact = model.make_cache("per_loop")
+    model(ids, cache=exact)
+    for used in range(1, 6):
+        cache = model.make_cache(name)
+        model(ids, cache=cache, exit=OnlyFirst(tol=math.inf, min_loops=used))
+        assert cache.n_loops[0].tolist() == [used, 6]
+        policy = cache.session.policy
+        for slot in range(policy.n_slots(6)):
+            loop = max((t for t in range(1, used + 1) if policy.slot(t) == slot), default=used)
+            keys, expected = (c.session.slots.pairs["core", s, 0][0][0, 0] for c, s in ((cache, slot), (exact, loop - 1)))
+            assert (keys - expected).abs().max() <= FP64
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,7 +157,9 @@ def test_one_slot_per_loop_and_layer_and_never_another_loop_in_it():
         model(ids, cache=cache)
         assert len(cache.session.slots.pairs) == 4 * n_core
         out = [
-            model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=use, output_logits=True, return_dict_in_generate=True)
+            model.generate(
+                ids, max_new_tokens=6, do_sample=False, use_cache=use, output_logits=True, return_dict_in_generate=True
+            )
             for use in (True, False)
         ]
         assert torch.equal(out[0].sequences, out[1].sequences)
@@ -200,6 +240,22 @@ def test_crop_forgets():
 
 
 @torch.no_grad()
+def test_crop_where_a_slot_has_not_grown_with_the_others():
+    """Calls without checks, or without loops, write fewer slots."""
+    model = looped_lm(n_prelude=1, n_coda=1, n_positions=200, loop_norm="once", dtype=torch.float64)
+    first, more = prompts(2, 5), prompts(2, 90, seed=1)
+    for rest in ({}, {"n_loops": 0}):
+        cache = model.make_cache()
+        model(first, cache=cache, exit="kl")
+        model(more, cache=cache, **rest)
+        cache.crop(-3)
+        again = model(more[:, -3:], cache=cache, **rest).logits
+        twin = model.make_cache()
+        model(first, cache=twin, exit="kl")
+        assert (again - model(more, cache=twin, **rest).logits[:, -3:]).abs().max() <= FP64
+
+
+@torch.no_grad()
 def test_what_a_row_lost_is_not_read():
     """A rejected draft that held NaN leaves no trace, in rows of different lengths neither."""
     model = looped_lm(n_loops=2, tie_readout=False, dtype=torch.float64)
@@ -240,7 +296,7 @@ def test_what_transformers_asks_a_cache():
     assert used.is_croppable
     assert not any(used.is_linear + used.is_sliding + used.is_dummy)
     assert "2 rows of 3 columns" in repr(used)
-    with pytest.raises(TypeError, match="LoopedGPT2.forward alone"):
+    with pytest.raises(TypeError, match=r"LoopedGPT2.forward alone"):
         used.update(torch.zeros(1), torch.zeros(1), 0)
     with pytest.raises(TypeError, match="made beforehand"):
         used.early_initialization(1, 4, 8, torch.float32, torch.device("cpu"))
@@ -252,7 +308,10 @@ def test_what_transformers_asks_a_cache():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_changes_nothing(dtype):
     model = looped_lm(n_core=2, n_loops=3).to(dtype)
-    for ids, mask in (left_padded([prompts(1, 6)[0].tolist()]), left_padded([prompts(1, n, seed=n)[0].tolist() for n in (3, 6)])):
+    for ids, mask in (
+        left_padded([prompts(1, 6)[0].tolist()]),
+        left_padded([prompts(1, n, seed=n)[0].tolist() for n in (3, 6)]),
+    ):
         out = [
             model.generate(
                 ids,
@@ -268,7 +327,9 @@ def test_a_cache_changes_nothing(dtype):
         ]
         for a, b in zip(out[0].logits, out[1].logits, strict=True):
             assert a.isfinite().all()
-            scale = {torch.float32: FP32, torch.bfloat16: 0.2, torch.float16: 0.02}[dtype]  # 3 loops of 2 layers at 8 and 11 bits
+            scale = {torch.float32: FP32, torch.bfloat16: 0.2, torch.float16: 0.02}[
+                dtype
+            ]  # 3 loops of 2 layers at 8 and 11 bits
             assert (a - b).abs().max() <= scale
             if dtype != torch.float32 and not torch.equal(a.argmax(-1), b.argmax(-1)):
                 break  # from here on the texts differ

@@ -12,6 +12,7 @@ import looped
 from looped.exits import Contraction, ExitRule, Relative
 from looped.lm import TOKEN_RULES, ArgmaxStable, Gate, LoopedGPT2Config
 from looped.lm.exits import reads_logits, token_rule
+from looped.lm.model import CACHE_NAME
 from looped.loop import LoopSpec
 
 RULES = {
@@ -100,9 +101,14 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     solo = []
     for row in rows:
         result = model.generate(
-            torch.tensor([row]), max_new_tokens=5, do_sample=False, exit=spec(name), output_logits=True, return_dict_in_generate=True
+            torch.tensor([row]),
+            max_new_tokens=5,
+            do_sample=False,
+            exit=spec(name),
+            output_logits=True,
+            return_dict_in_generate=True,
         )
-        solo.append((result.sequences[0, len(row) :], result.cache.n_loops[0], torch.stack(result.logits, 1)[0]))
+        solo.append((result.sequences[0, len(row) :], result[CACHE_NAME].n_loops[0], torch.stack(result.logits, 1)[0]))
     for order in ([0, 1, 2, 3], [3, 2, 0, 1], [2, 2, 0]):
         ids, mask = left_padded([rows[i] for i in order])
         result = model.generate(
@@ -117,8 +123,8 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
         for place, i in enumerate(order):
             new, used, logits = solo[i]
             assert result.sequences[place, ids.shape[1] :].tolist() == new.tolist()
-            assert result.cache.n_loops[place, -len(used) :].tolist() == used.tolist()
-            assert not result.cache.n_loops[place, : -len(used)].any()
+            assert result[CACHE_NAME].n_loops[place, -len(used) :].tolist() == used.tolist()
+            assert not result[CACHE_NAME].n_loops[place, : -len(used)].any()
             assert (torch.stack(result.logits, 1)[place] - logits).abs().max() <= EAGER_BATCH * logits.abs().max()
 
 
@@ -165,6 +171,20 @@ def test_check_every_and_min_loops_hold_for_tokens(models):
 
 
 @torch.no_grad()
+def test_between_checks_and_after_the_last_the_coda_keeps_the_last_check(models):
+    model, ids, exit = models["middle"], prompts(1, 4), {"rule": "kl", "tol": 1e-300, "check_every": 3}
+    cache = model.make_cache()
+    model(ids, cache=cache, exit=exit, n_loops=9)
+    model(ids[:, :2], cache=cache, exit=exit, n_loops=5)  # checks at loop 3 alone, where later tokens read checks 3, 6 and 9
+    for layer in range(2):
+        keys = [cache.session.slots.pairs["check", t - 1, layer][0][0] for t in (3, 6, 9)]
+        assert keys[0][4:6].abs().sum() > 0
+        assert torch.equal(keys[1][4:6], keys[0][4:6])
+        assert torch.equal(keys[2][4:6], keys[0][4:6])
+        assert not torch.equal(keys[1][:4], keys[0][:4])
+
+
+@torch.no_grad()
 def test_a_token_that_holds_nan_runs_all_loops():
     model = contracting_lm(n_loops=4, tie_readout=False)
     model.transformer.embedding.weight[7] = torch.nan
@@ -190,6 +210,14 @@ def test_rules_that_read_logits_need_the_checks_of_the_whole_text_where_there_is
     model(ids, cache=cache, exit="kl")
     with pytest.raises(ValueError, match="check_every=2"):
         model(ids[:, :1], cache=cache, exit={"rule": "entropy", "check_every": 2})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["relative", "contraction", "entropy", "kl"])
+def test_no_tolerance_means_all_loops(name):
+    """Rounding may make a divergence negative, or a step zero."""
+    model, ids = contracting_lm(n_loops=100).float(), prompts()
+    assert (model(ids, exit={"rule": name, "tol": 0}).n_loops == 100).all()
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ import torch
 from language_models import gpt2, left_padded, looped_lm, pair, prompts
 from tolerances import FP32
 from transformers import GenerationConfig, GenerationMixin
-from transformers.generation import LogitsProcessor, StoppingCriteria
+from transformers.generation import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from looped.lm import LoopedGPT2
@@ -69,7 +69,7 @@ CALLS = {
     "bias": {"sequence_bias": [[[5], 3.0], [[9, 3], -2.0]], "renormalize_logits": True},
     "decay": {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 9, "remove_invalid_values": True},
     "guidance": {"guidance_scale": 1.5},
-    "watermark": {"watermarking_config": {"bias": 2.5, "seeding_scheme": "selfhash", "context_width": 2}},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5, seeding_scheme="selfhash", context_width=2)},
     "chunked prefill": {"prefill_chunk_size": 2},
 }
 SETTINGS = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
@@ -128,13 +128,17 @@ def test_same_tokens_and_scores(name, size):
             assert not ends.all(1).any()  # rows stopped, not all at once
 
 
-def test_a_chunk_of_padding_alone():
-    ours = pair()[1]
-    ids, mask = left_padded([[4, 5], [9, 8, 7, 6, 5]])
-    assert_same(*(generate(ours, ids, attention_mask=mask, **extra) for extra in ({}, {"prefill_chunk_size": 2})))
+@pytest.mark.parametrize("n_more", [0, 4])
+def test_a_chunk_of_padding_alone(n_more):
+    """Of one row, or of all."""
+    ids, mask = (torch.cat([torch.zeros(2, n_more, dtype=torch.int64), x], 1) for x in left_padded([[4, 5], [9, 8, 7, 6, 5]]))
+    for model in (pair()[1], looped_lm(n_prelude=1, n_coda=1, loop_norm="once", exit="kl")):
+        assert_same(*(generate(model, ids, attention_mask=mask, **extra) for extra in ({}, {"prefill_chunk_size": 2})))
 
 
-@pytest.mark.parametrize("model", [pair()[1], looped_lm(), looped_lm(n_prelude=1, n_coda=1, loop_norm="once", tie_readout=False)])
+@pytest.mark.parametrize(
+    "model", [pair()[1], looped_lm(), looped_lm(n_prelude=1, n_coda=1, loop_norm="once", tie_readout=False)]
+)
 def test_left_padding_is_free(model):
     """Rows in a batch generate what they generate alone, and the ids under the mask are never read."""
     rows = [prompts(1, n, seed=n)[0].tolist() for n in (3, 7, 1)]
@@ -262,8 +266,9 @@ def test_assisted_decoding_at_another_loop_count():
 
 def test_prompt_lookup():
     ours, ids = pair()[1], torch.tensor([[5, 9, 8, 5, 9, 8, 5, 9]])
-    plain = generate(ours, ids, max_new_tokens=12)
-    out = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3)
+    never = next(i for i in range(61) if i not in generate(ours, ids, max_new_tokens=12).sequences)
+    plain = generate(ours, ids, max_new_tokens=12, eos_token_id=never)
+    out = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3, eos_token_id=never)
     assert torch.equal(out.sequences, plain.sequences)
     end = plain.sequences[0, 10].item()
     stopped = generate(ours, ids, max_new_tokens=12, prompt_lookup_num_tokens=3, eos_token_id=end)
@@ -329,7 +334,9 @@ def test_rows_stop_by_themselves():
     n_steps = free[1].tolist().index(other) + 1
     assert several[0].tolist() == [first] + [0] * (n_steps - 1)
     assert several[1].tolist() == free[1, :n_steps].tolist()  # and no step after that
-    padded = generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=[first], pad_token_id=first).sequences[:, 5:]
+    padded = generate(model, ids, attention_mask=mask, max_new_tokens=4, eos_token_id=[first], pad_token_id=first).sequences[
+        :, 5:
+    ]
     assert padded[0].tolist() == [first] * 4
 
 

@@ -39,7 +39,13 @@ def test_gpt2_loads_with_one_call_from_wherever_it_stands(tmp_path):
     expected = theirs(ids).logits
     theirs.save_pretrained(tmp_path / "folder")
     torch.save(theirs.state_dict(), tmp_path / "state.pt")
-    sources = [theirs, tmp_path / "folder", str(tmp_path / "folder"), tmp_path / "folder" / "model.safetensors", tmp_path / "state.pt"]
+    sources = [
+        theirs,
+        tmp_path / "folder",
+        str(tmp_path / "folder"),
+        tmp_path / "folder" / "model.safetensors",
+        tmp_path / "state.pt",
+    ]
     for source in [*sources, theirs.state_dict(), theirs.transformer.state_dict()]:
         model = LoopedGPT2.from_gpt2(source, **({} if source in sources[:3] else {"n_heads": 4}))
         assert not model.training
@@ -140,10 +146,17 @@ def test_a_looped_transformer_becomes_a_language_model():
 @torch.no_grad()
 def test_a_saved_folder_is_the_same_model(tmp_path):
     ids = prompts()
-    for number, model in enumerate((looped_lm(exit="kl", cache_policy="last_only", exit_gate=True), pair("odd")[1], looped_lm(tie_readout=False))):
+    for number, model in enumerate(
+        (looped_lm(exit="kl", cache_policy="last_only", exit_gate=True), pair("odd")[1], looped_lm(tie_readout=False))
+    ):
         folder = tmp_path / str(number)
         model.save_pretrained(folder)
-        assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "generation_config.json", SHIM_FILE}
+        assert {path.name for path in folder.iterdir()} >= {
+            "config.json",
+            "model.safetensors",
+            "generation_config.json",
+            SHIM_FILE,
+        }
         for again in (LoopedGPT2.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)):
             assert type(again) is LoopedGPT2
             assert torch.equal(again(ids).logits, model(ids).logits)
@@ -170,7 +183,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert "looped" in sys.modules
 import looped
-assert type(model) is looped.LoopedGPT2 and type(AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)) is looped.LoopedGPT2Config
+assert type(model) is looped.LoopedGPT2
+assert type(AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)) is looped.LoopedGPT2Config
 model.save_pretrained(sys.argv[2])
 """
     python(code, tmp_path / "model", tmp_path / "again")
@@ -212,7 +226,9 @@ def test_the_vocabulary_can_be_resized():
 def test_the_configuration_is_that_of_the_one_model():
     fields = {field: getattr(LoopedGPT2Config(), field) for field in MODEL_FIELDS}
     assert LoopedConfig(**fields) == looped.gpt2_config(50257, 1024, 768, 12, 12)
-    config = LoopedGPT2Config(d_model=48, n_heads=3, eos_token_id=[3, 4], name_or_path="x", output_hidden_states=True, num_labels=3)
+    config = LoopedGPT2Config(
+        d_model=48, n_heads=3, eos_token_id=[3, 4], name_or_path="x", output_hidden_states=True, num_labels=3
+    )
     assert (config.hidden_size, config.max_position_embeddings, config.num_attention_heads) == (48, 1024, 3)
     assert (config.head_dim, config.d_ff, config.eos_token_id, config.num_labels) == (16, 192, [3, 4], 3)
     again = LoopedGPT2Config.from_dict(config.to_dict())
@@ -230,6 +246,7 @@ def test_the_configuration_is_that_of_the_one_model():
         ({"n_loop": 3}, "did you mean 'n_loops'"),
         ({"cache_polcy": "x"}, "did you mean 'cache_policy'"),
         ({"max_position_embedding": 3}, "unknown key"),
+        ({"temperature": 0.5}, "unknown key 'temperature'"),  # of a GenerationConfig: it would be dropped
         ({"input_kind": "states"}, "a language model needs 'tokens'"),
         ({"mask_kind": "full"}, "needs 'causal'"),
         ({"state_init": "given"}, "use zeros, ones or embedding"),
@@ -283,8 +300,9 @@ def tokenizer_folder(folder):
 def test_the_text_generation_pipeline_takes_it(tmp_path):
     tokenizer = tokenizer_folder(tmp_path)
     model = looped_lm(n_positions=64)
-    model.generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    text = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")(["HELLO", "A"], batch_size=2)
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    text = generator(["HELLO", "A"], batch_size=2, generation_config=settings)
     for prompt, answer in zip(["HELLO", "A"], text, strict=True):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -332,7 +350,7 @@ metadata: {{version: 1}}
         for n_loops in (1, 3):
             results[n_loops] = lm_eval.simple_evaluate(
                 model="hf",
-                model_args={"pretrained": str(folder / "model"), "n_loops": n_loops, "dtype": "float32", "device": "cpu"},
+                model_args={"pretrained": str(folder / "model"), "n_loops": n_loops, "dtype": "float32"},
                 tasks=["tiny_multiple_choice", "tiny_generate_until"],
                 task_manager=TaskManager(include_path=str(folder / "tasks")),
                 batch_size=2,
@@ -354,7 +372,11 @@ metadata: {{version: 1}}
                 assert abs(float(response[0][0]) - float(expected)) <= 1e-3
 
     def test_from_the_command_line(self, folder):
-        environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")}
+        environment = os.environ | {
+            "PYTHONPATH": PYTHON_PATH,
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(folder / "cache"),
+        }
         arguments = f"pretrained={folder / 'model'},trust_remote_code=True,n_loops=2,dtype=float32"
         command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments, "--device", "cpu"]
         command += ["--tasks", "tiny_multiple_choice", "--include_path", str(folder / "tasks"), "--batch_size", "2"]

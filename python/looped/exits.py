@@ -1,9 +1,9 @@
 """Exit rules: when has a prompt stopped changing? The whole stopping rule is written out in docs/exits.md.
 
 A rule is a small frozen object. `start` makes what it must remember between checks and `update` says which units pass a
-check. A unit is a prompt, or a token where `scope` is "prefix" or "token". Counting passes in a row, `min_loops`, `check_every` and stalls
-are the same for every rule and stand in `Watch`. A rule of your own is a subclass with an `update`; it runs on the eager
-backend.
+check. A unit is a prompt, or a token where `scope` is "prefix" or "token". Counting passes in a row, `min_loops`,
+`check_every` and stalls are the same for every rule and stand in `Watch`. A rule of your own is a subclass with an `update`;
+it runs on the eager backend.
 """
 
 from __future__ import annotations

@@ -79,11 +79,11 @@ class LoopedCache(Cache):
     def max_cache_len(self) -> int:
         return -1
 
-    is_compileable = False  # type: ignore[assignment]
-    is_croppable = True  # type: ignore[assignment]
-    is_sliding = [False]  # type: ignore[assignment]  # noqa: RUF012
-    is_linear = [False]  # type: ignore[assignment]  # noqa: RUF012
-    is_dummy = [False]  # type: ignore[assignment]  # noqa: RUF012
+    is_compileable = False
+    is_croppable = True
+    is_sliding = [False]  # noqa: RUF012
+    is_linear = [False]  # noqa: RUF012
+    is_dummy = [False]  # noqa: RUF012
 
     @property
     def is_initialized(self) -> bool:
@@ -107,7 +107,7 @@ class LoopedCache(Cache):
         self.reorder_cache(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove columns. A positive number, as of older versions, is the number of columns to keep."""
+        """Remove the last -tokens_to_remove columns. A positive number, as of old versions, is how many to keep."""
         n = self.get_seq_length()
         dropped = min(-tokens_to_remove, n) if tokens_to_remove <= 0 else max(n - tokens_to_remove, 0)
         if dropped:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from looped.config import ELSEWHERE, LoopedConfig
 from looped.lm.exits import Exit, token_rule
@@ -31,7 +31,11 @@ AUTO_MAP = {
 
 # Keys of transformers that are no fields of its base class, and that its files and its own calls nevertheless carry.
 KEYS_OF_TRANSFORMERS = {"auto_map", "model_type", "torch_dtype", "num_labels", "name_or_path", "output_attentions"}
-KEYS_OF_TRANSFORMERS |= {"attn_implementation", "experts_implementation", "quantization_config", "head_dtype", "per_layer_config"}
+KEYS_OF_TRANSFORMERS |= {
+    "attn_implementation",
+    "experts_implementation",
+    "quantization_config",
+}
 
 
 class LoopedGPT2Config(PretrainedConfig):
@@ -99,14 +103,19 @@ class LoopedGPT2Config(PretrainedConfig):
         for name in ("auto_map", "model_type"):  # of a saved file; both are the class's own
             kwargs.pop(name, None)
         if kwargs.pop("tie_word_embeddings", self.tie_readout) != self.tie_readout:
-            raise ValueError("LoopedGPT2Config: tie_word_embeddings contradicts tie_readout, which says the same; give the latter")
-        if str(self.exit_gate) not in ("True", "False") or str(self.warm_start) not in ("True", "False"):
-            raise ValueError("LoopedGPT2Config: exit_gate and warm_start must be true or false")
+            raise ValueError(
+                "LoopedGPT2Config: tie_word_embeddings contradicts tie_readout, which says the same; give the latter"
+            )
+        for name in ("exit_gate", "warm_start", "use_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"LoopedGPT2Config: {name}={getattr(self, name)!r} must be true or false")
         model = self.looped  # checks the fields
         self.head_dim, self.d_ff = model.head_dim, model.d_ff
         CachePolicy.parse(self.cache_policy)
         if self.exit is not None and not isinstance(self.exit, str | dict):
-            raise ValueError(f"LoopedGPT2Config: exit={self.exit!r} must be a rule's name or a mapping, so that a file can hold it")
+            raise ValueError(
+                f"LoopedGPT2Config: exit={self.exit!r} must be a rule's name or a mapping, so that a file can hold it"
+            )
         check_exit(self.exit, self.exit_gate)
         if self.warm_start:
             check_warm_start(model)
@@ -120,7 +129,9 @@ class LoopedGPT2Config(PretrainedConfig):
             if fields[name] != needed:
                 raise ValueError(f"LoopedGPT2Config: {name}={fields[name]!r}, but a language model needs {needed!r}")
         if fields["state_init"] == "given":
-            raise ValueError('LoopedGPT2Config: state_init="given" leaves the state to the caller; use zeros, ones or embedding')
+            raise ValueError(
+                'LoopedGPT2Config: state_init="given" leaves the state to the caller; use zeros, ones or embedding'
+            )
         return LoopedConfig(**fields)
 
     @property
@@ -150,7 +161,7 @@ class LoopedGPT2Config(PretrainedConfig):
 def check_names(kwargs: dict[str, Any]) -> None:
     """Raises ValueError that names the nearest field for a key that neither looped nor transformers has."""
     own = [field.name for field in dataclasses.fields(LoopedGPT2Config)]
-    known = {*own, *KEYS_OF_TRANSFORMERS, *GenerationConfig().to_dict(), "tie_word_embeddings"}
+    known = {*own, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
     for key in kwargs:
         if key in ELSEWHERE or (key not in known and not key.startswith("_")):
             nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, own, n=1, cutoff=0.0)[0]
@@ -168,4 +179,6 @@ def check_exit(rule: Exit, has_gate: bool) -> None:
 def check_warm_start(config: LoopedConfig) -> None:
     """Raises ValueError where a state that starts elsewhere would never see its token."""
     if config.inject == "none":
-        raise ValueError('LoopedGPT2: warm_start needs a model that injects its tokens; with inject="none" the start is all it sees')
+        raise ValueError(
+            'LoopedGPT2: warm_start needs a model that injects its tokens; with inject="none" the start is all it sees'
+        )

@@ -27,7 +27,10 @@ class EagerSession:
 
     def __init__(self, model: LoopedTransformer, policy: CachePolicy, gate: nn.Linear | None = None) -> None:
         self.model, self.policy, self.gate = model, policy, gate
-        self.slots = Slots(policy)
+        self.reset()
+
+    def reset(self) -> None:
+        self.slots = Slots(self.policy)
         self.last_state: Tensor | None = None  # [B, C], the state at which each row's last token left, for warm starts
         self._lengths: list[int] = []
         self._checks: int | None = None  # the check_every under which all cached tokens have keys and values of checks
@@ -167,8 +170,8 @@ class EagerSession:
             and self._checks != rule.check_every
         ):
             raise ValueError(
-                f"LoopedGPT2: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from calls "
-                f"with such a rule and check_every={rule.check_every}; start a new cache"
+                f"LoopedGPT2: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from "
+                f"calls with such a rule and check_every={rule.check_every}; start a new cache"
             )
 
     def _first_state(self, P: Tensor, chunk: Chunk, warm_start: bool) -> Tensor:
@@ -269,9 +272,6 @@ class EagerSession:
         self.slots.select(rows)
         if self.last_state is not None:
             self.last_state = self.last_state.index_select(0, rows.to(self.last_state.device))
-
-    def reset(self) -> None:
-        self.__init__(self.model, self.policy, self.gate)  # type: ignore[misc]
 
     def copy(self) -> EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)

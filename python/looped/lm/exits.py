@@ -33,20 +33,30 @@ class TokenRule(ExitRule):
 
     def check_number(self, name: str, least: float, kind: type | tuple[type, ...] = (int, float)) -> None:
         """Raises ValueError for a field that is no number of at least `least`."""
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
+        value: Any = getattr(self, name)
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not (is_number and value >= least):
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a number of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyDifference(TokenRule):
-    """|H(p_t) - H(p_s)| <= tol, p_t being the distribution after loop t, s the check before and H the entropy in nats."""
+class DistributionRule(TokenRule):
+    """A rule on the change of the next-token distribution since the check before; tol = 0 means `Fixed`."""
 
     tol: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_number("tol", 0)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.tol == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyDifference(DistributionRule):
+    """|H(p_t) - H(p_s)| <= tol, p_t being the distribution after loop t, s the check before and H the entropy in nats."""
 
     def start(self, g: Tensor) -> Memory:
         return {"entropy": torch.full_like(g, torch.nan)}
@@ -61,14 +71,8 @@ class EntropyDifference(TokenRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLDivergence(TokenRule):
+class KLDivergence(DistributionRule):
     """KL(p_t || p_s) <= tol in nats, p_t being the distribution after loop t and s the check before."""
-
-    tol: float = 1e-3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_number("tol", 0)
 
     def update(self, memory: Memory, step: Step) -> Tensor:
         log_p = _log_probabilities(step)
@@ -100,9 +104,10 @@ class ArgmaxStable(TokenRule):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(TokenRule):
-    """The model's exit gate: lambda_t = sigmoid(gate(F_t)), and the token stops when 1 - prod(1 - lambda_s, s <= t) >= threshold.
+    """The model's exit gate: lambda_t = sigmoid(gate(F_t)); the token stops when 1 - prod(1 - lambda_s, s <= t) >= threshold.
 
-    The product runs over the checks. It is the cumulative exit probability of Ouro. Needs a model with `exit_gate=True`.
+    The product, over the checks, is the probability of not having left: Ouro's cumulative exit probability. Ouro's own
+    threshold is 1, at which tokens hardly leave. Needs a model with `exit_gate=True`.
     """
 
     threshold: float = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from looped.exits import ExitRule
 from looped.lm.cache import CACHE_NAME, LoopedCache
+from looped.lm.columns import Columns
 from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
 from looped.lm.drafter import draft_fields
 from looped.lm.exits import Exit, token_rule
 from looped.lm.policy import CachePolicy
-from looped.lm.columns import Columns
 from looped.lm.pretrained import language_config, read_gpt2, same_dtype
 from looped.lm.session import make_session
 from looped.lm.speculative import check_drafting, speculate
@@ -43,7 +42,7 @@ class LoopedOutput(CausalLMOutputWithPast):
 
 
 class LoopedGPT2(PreTrainedModel, GenerationMixin):
-    """A looped language model that stands where GPT-2 stood. `transformer` is the `LoopedTransformer` that holds the weights."""
+    """A looped language model that stands where GPT-2 stood. Its `transformer` is the `LoopedTransformer`."""
 
     config: LoopedGPT2Config
     config_class = LoopedGPT2Config
@@ -62,16 +61,18 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """GPT-2's: N(0, initializer_range), projections into the residual stream smaller by sqrt(2 * layers), zero biases."""
         if isinstance(module, nn.Linear | nn.Embedding):
-            projections = (proj for block in self.modules() if isinstance(block, Block) for proj in (block.attn.proj, block.mlp.proj))
+            projections = (
+                proj for block in self.modules() if isinstance(block, Block) for proj in (block.attn.proj, block.mlp.proj)
+            )
             into_residual = any(module is proj for proj in projections)
             scale = (2 * self.config.num_hidden_layers) ** -0.5 if into_residual else 1.0
             init.normal_(module.weight, mean=0.0, std=scale * self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                init.zeros_(bias)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            if isinstance(bias := getattr(module, "bias", None), Tensor):
+                init.zeros_(bias)
 
     @classmethod
     def from_gpt2(
@@ -114,19 +115,22 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         return self.transformer.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
         self.transformer.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The untied head; None where the head is the embedding itself."""
         return None if self.config.tie_readout else self.transformer.read_out
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         if self.config.tie_readout:
             raise ValueError("LoopedGPT2: the head is the embedding (tie_readout=True); set the input embeddings")
         self.transformer.read_out = new_embeddings
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        embedding = super().resize_token_embeddings(*args, **kwargs)
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         self.transformer.config = self.config.looped
         return embedding
 
@@ -197,9 +201,7 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
             self._check_ids(embeds, columns)
             embeds = self.transformer.embedding(embeds)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        extension = cache.session.extend(
-            embeds, columns.counts, positions=positions, return_states=bool(asked), **vars(plan)
-        )
+        extension = cache.session.extend(embeds, columns.counts, positions=positions, return_states=bool(asked), **vars(plan))
         n_used = columns.unpacked(extension.n_loops)
         cache.append(columns.own, n_used)
 
@@ -211,13 +213,9 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         states = None
         if extension.states is not None:
             states = (*(columns.unpacked(state) for state in extension.states), hidden)
-        output = LoopedOutput(
-            loss=None if labels is None else next_token_loss(logits, labels),
-            logits=logits,
-            hidden_states=states,
-            n_loops=n_used,
-            **{CACHE_NAME: cache if use_cache else None},
-        )
+        fields: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
+        fields |= {"loss": None if labels is None else next_token_loss(logits, labels), "logits": logits}
+        output = LoopedOutput(**fields, hidden_states=states, n_loops=n_used)
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def make_cache(self, policy: str | None = None, *, backend: str | None = None) -> LoopedCache:
@@ -245,7 +243,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         if outside.any():
             row = int(columns.own.nonzero()[outside.nonzero()[0, 0], 0])
             raise ValueError(
-                f"LoopedGPT2: row {row} has the token id {int(ids[outside][0])}, but ids lie in 0 .. {self.config.vocab_size - 1}"
+                f"LoopedGPT2: row {row} has the token id {int(ids[outside][0])}, "
+                f"but ids lie in 0 .. {self.config.vocab_size - 1}"
             )
 
     # What generate asks -------------------------------------------------------------------------------------------
@@ -264,9 +263,9 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         draft_loops: 1 to n_loops. Tokens are drafted with so many loops and verified with all, several in one pass.
         draft_tokens: tokens drafted before they are verified, default 4.
 
-        The two are short for fields of `GenerationConfig`, assistant_early_exit and num_assistant_tokens, with a constant schedule
-        and no confidence threshold unless the call gives others. Raises ValueError, before anything is computed, for several rows,
-        beams, ``use_cache=False``, warm_start and cache policies other than per_loop.
+        The two are short for fields of `GenerationConfig`, assistant_early_exit and num_assistant_tokens, with a constant
+        schedule and no confidence threshold unless the call gives others. Raises ValueError, before anything is computed, for
+        several rows, beams, ``use_cache=False``, warm_start and cache policies other than per_loop.
         """
         if draft_loops is None:
             if draft_tokens is not None:
@@ -293,11 +292,11 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         tokenizer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """The loop of transformers for other assistants, and that of `looped.lm.speculative` where the model drafts for itself."""
+        """The loop of transformers for other assistants; that of `looped.lm.speculative` where the model drafts for itself."""
         settings = (logits_processor, stopping_criteria, generation_config)
         if generation_config.assistant_early_exit is not None:
             if assistant_model is not None or synced_gpus:
-                raise ValueError("generate: draft_loops cannot be had with an assistant_model or with synced_gpus; leave one out")
+                raise ValueError("generate: draft_loops does not go with an assistant_model or with synced_gpus; leave one out")
             return speculate(self, input_ids, *settings, streamer, model_kwargs)
         theirs: Any = super()
         others = dict(inputs_tensor=inputs_tensor, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer)
@@ -307,15 +306,17 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
-    ) -> None:
+    ) -> Any:
         """The cache that `generate` begins with; also the last look at its arguments before anything is computed."""
-        mask = model_kwargs.get("attention_mask")
-        n_tokens = max_cache_length + 1 if mask is None else max_cache_length + 1 - int((mask == 0).sum(1).min())
-        if batch_size == 0 or max_cache_length < 0:
-            raise ValueError("LoopedGPT2: generate got no rows or no tokens; pass at least one row of one token")
-        if mask is not None and not (lengths := mask.sum(1)).all():
-            row = int((lengths == 0).nonzero()[0, 0])
-            raise ValueError(f"LoopedGPT2: row {row} has no token that its attention_mask shows; drop it or mend the mask")
+        if batch_size == 0:
+            raise ValueError("LoopedGPT2: generate got a batch without rows; at least one row of one token is needed")
+        mask, n_tokens = model_kwargs.get("attention_mask"), max_cache_length + 1
+        if mask is not None:
+            own = mask.sum(1)
+            if not own.all():
+                row = int((own == 0).nonzero()[0, 0])
+                raise ValueError(f"LoopedGPT2: row {row} has no token that its attention_mask shows; drop it or mend the mask")
+            n_tokens -= mask.shape[1] - int(own.max())  # padding takes no positions
         if self.config.pos_kind == "learned" and n_tokens - 1 > self.config.n_positions:
             raise ValueError(
                 f"LoopedGPT2: {n_tokens} tokens were asked for, prompt and new ones together, but the model has "
@@ -332,8 +333,11 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
                     "say cache_policy in the configuration, or pass make_cache(policy)"
                 )
             model_kwargs[CACHE_NAME] = self.make_cache(backend=model_kwargs.get("backend"))
-            return
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+            return None
+        of_transformers: Any = GenerationMixin
+        return of_transformers._prepare_cache_for_generation(
+            self, generation_config, model_kwargs, mode, batch_size, max_cache_length
+        )
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,9 @@ def _the_cache(cache: LoopedCache | None, past_key_values: LoopedCache | None, b
     if found is None:
         return None
     if not isinstance(found, LoopedCache):
-        raise TypeError(f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()")
+        raise TypeError(
+            f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()"
+        )
     if backend not in (None, found.session.backend):
         raise ValueError(f"LoopedGPT2: backend={backend!r}, but the cache was made for {found.session.backend!r}")
     return found
@@ -361,5 +367,7 @@ def _the_cache(cache: LoopedCache | None, past_key_values: LoopedCache | None, b
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the next tokens, logits [B, T, V] against int64 [B, T]; -100 is left out."""
     if logits.shape[:2] != labels.shape:
-        raise ValueError(f"LoopedGPT2: labels are {list(labels.shape)}, the logits {list(logits.shape[:2])}; leave out logits_to_keep")
+        raise ValueError(
+            f"LoopedGPT2: labels are {list(labels.shape)}, the logits {list(logits.shape[:2])}; leave out logits_to_keep"
+        )
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device), ignore_index=-100)

@@ -70,7 +70,7 @@ class Chunk:
 
     @cached_property
     def sees(self) -> Tensor | None:
-        """bool [B or 1, 1, seats, places], True where a token may look: at its own row's places up to its own. None: everywhere.
+        """bool [B or 1, 1, seats, places], True where a token may look: in its row, up to its own place. None: everywhere.
 
         A seat without a token sees place 0, so that its row of the softmax is finite.
         """

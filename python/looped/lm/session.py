@@ -39,7 +39,7 @@ class Extension(NamedTuple):
 
 
 class DecodeSession(Protocol):
-    """Rows of tokens and what is kept of them. Lengths are numbers of the host, so that no call waits for a device to tell them."""
+    """Rows of tokens and what is kept of them. Lengths are numbers of the host, so that no call waits for a device."""
 
     backend: str
     policy: CachePolicy

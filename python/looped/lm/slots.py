@@ -13,7 +13,7 @@ GROWTH = 64  # places that room is made for at least
 
 
 class Slots:
-    """A pair of tensors [B, places, H, head_dim] per name. A row's tokens stand at its first places; what lies behind is unused.
+    """A pair of tensors [B, places, H, head_dim] per name. A row's tokens stand at its first places; the rest is unused.
 
     Where gradients are recorded, nothing is written in place.
     """
@@ -47,12 +47,12 @@ class Slots:
         return new[0][:, : chunk.n_seen], new[1][:, : chunk.n_seen]
 
     def carry(self, part: str, t: int, layer: int, chunk: Chunk) -> None:
-        """Tokens that have no loop t keep what they had at loop t - 1: fills their place in the slot of t, where that is new."""
+        """Tokens that have no loop t keep what they had at loop t - 1: fills the slot of t, where that is new."""
         before, name = self.name(part, t - 1, layer), self.name(part, t, layer)
         if before == name or t > self.policy.n_slots(t) or before not in self.pairs:  # a slot used before holds an earlier loop
             return
-        source, target = self.pairs[before], self._with_room(name, self.pairs[before][0][:1, 0], chunk)
-        row, place = chunk.row, chunk.place
+        like, row, place = self.pairs[before][0][:1, 0], chunk.row, chunk.place
+        source, target = self._with_room(before, like, chunk), self._with_room(name, like, chunk)
         self.pairs[name] = _put(target[0], source[0][row, place], chunk), _put(target[1], source[1][row, place], chunk)
 
     def _with_room(self, name: Name, like: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -82,13 +82,17 @@ class Slots:
 
     def clear(self, chunk: Chunk) -> None:
         """Zeros at the chunk's places: attention gives what lies behind a row's tokens no weight, but 0 * NaN is NaN."""
-        for name, (keys, values) in self.pairs.items():
-            zeros = keys.new_zeros(chunk.n_tokens, *keys.shape[2:])
+        for name, pair in self.pairs.items():
+            zeros = pair[0].new_zeros(chunk.n_tokens, *pair[0].shape[2:])
+            keys, values = self._with_room(name, zeros, chunk)
             self.pairs[name] = _put(keys, zeros, chunk), _put(values, zeros, chunk)
 
     def select(self, rows: Tensor) -> None:
         for name, pair in self.pairs.items():
-            self.pairs[name] = pair[0].index_select(0, rows.to(pair[0].device)), pair[1].index_select(0, rows.to(pair[1].device))
+            self.pairs[name] = (
+                pair[0].index_select(0, rows.to(pair[0].device)),
+                pair[1].index_select(0, rows.to(pair[1].device)),
+            )
 
     def copy(self) -> Slots:
         slots = Slots(self.policy)
