@@ -12,6 +12,7 @@ from looped.lm.exits import TOKEN_RULES, ArgmaxStable, EntropyDifference, Gate, 
 from looped.lm.model import LoopedGPT2, LoopedOutput
 from looped.lm.policy import CachePolicy
 from looped.lm.session import DecodeSession, Extension
+from looped.lm.speculative import SpeculativeOutput
 
 AutoConfig.register(LoopedGPT2Config.model_type, LoopedGPT2Config, exist_ok=True)
 AutoModelForCausalLM.register(LoopedGPT2Config, LoopedGPT2, exist_ok=True)
@@ -29,5 +30,6 @@ __all__ = [
     "LoopedGPT2",
     "LoopedGPT2Config",
     "LoopedOutput",
+    "SpeculativeOutput",
     "TokenRule",
 ]

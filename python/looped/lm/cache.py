@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from looped.lm.session import DecodeSession
+
+# transformers renamed past_key_values on the way; outputs and calls of generate use whichever name this version has.
+CACHE_NAME = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
 
 
 class LoopedCache(Cache):

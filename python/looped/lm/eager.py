@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule, Memory, Step, Watch
+from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule, Step, Watch
 from looped.lm.exits import reads_logits
 from looped.lm.policy import CachePolicy
 from looped.lm.rows import Chunk
+from looped.lm.run import Draft, Run
 from looped.lm.session import SESSIONS, Extension
 from looped.lm.slots import Slots
 from looped.model import Block, LoopedTransformer
 
 
 class EagerSession:
-    """A `DecodeSession` over `Slots`. Tokens that have left cost nothing more than a copy of their last keys and values."""
+    """A `DraftingSession` over `Slots`. Tokens that have left cost nothing more than a copy of their last keys and values."""
 
     backend = "eager"
 
@@ -34,6 +35,7 @@ class EagerSession:
         self._lengths: list[int] = []
         self._checks: int | None = None  # the check_every under which all cached tokens have keys and values of checks
         self._has_unlooped = False
+        self._drafts: list[Draft] = []
 
     @property
     def lengths(self) -> list[int]:
@@ -53,11 +55,80 @@ class EagerSession:
         starts = self._lengths or [0] * len(lengths)
         self._check(rule, n_loops, starts)
         chunk = Chunk(starts, lengths, embeds.device)
-        slots, model, config = self.slots, self.model, self.model.config
-        slots.begin()
-        slots.deepen("core", self.policy.n_slots(n_loops), config.n_core)
-        slots.deepen("check", self.policy.n_slots(n_loops), config.n_coda)
+        run = None if warm_start or return_states else self._resumed(embeds, positions, chunk, n_loops, rule)
+        if run is None:
+            self._drop_drafts()
+            run = self._begun(embeds, positions, chunk, n_loops, rule, warm_start, return_states)
+        self._iterate(run, n_loops, rule)
+        self._fill(run)
+        run.finish(n_loops)
+        hidden = self._close(run.final, "coda", 0, chunk)
+        self._note(run.final, chunk, rule, n_loops)
+        self._drafts = []
+        return Extension(hidden, run.n_loops, run.states)
 
+    def draft(self, embeds: Tensor, *, n_loops: int, rule: ExitRule, positions: Tensor | None = None) -> Extension:
+        if len(self._lengths) != 1 or not self.policy.is_exact:
+            raise ValueError(f"draft: needs one row and the policy per_loop, got {len(self._lengths)} rows and {self.policy}")
+        self._check(rule, n_loops, self._lengths)
+        run = self._draft(embeds, positions, n_loops, rule)
+        return Extension(self._close(run.final, "coda", 0, run.chunk), run.n_loops)
+
+    # Drafts -----------------------------------------------------------------------------------------------------------
+
+    def _draft(self, embeds: Tensor, positions: Tensor | None, n_loops: int, rule: ExitRule) -> Run:
+        start = self._lengths[0] + sum(draft.run.chunk.n_tokens for draft in self._drafts)
+        chunk = Chunk([start], [len(embeds)], embeds.device)
+        run = self._begun(embeds, positions, chunk, n_loops, rule, False, False)
+        self._iterate(run, n_loops, rule)
+        self._fill(run, n_loops)
+        self._drafts.append(Draft(embeds, positions, n_loops, rule, run))
+        return run
+
+    def _resumed(self, embeds: Tensor, positions: Tensor | None, chunk: Chunk, n_loops: int, rule: ExitRule) -> Run | None:
+        """The new tokens after the loops that drafts ran, where these are drafts of them; else None."""
+        drafts = self._drafts
+        if not drafts or len(chunk.counts) != 1 or drafts[0].n_loops > n_loops or embeds.requires_grad:
+            return None
+        done = 0
+        for draft in drafts:
+            part = slice(done, done + len(draft.embeds))
+            places = None if positions is None else positions[part]
+            if not draft.is_of(embeds[part], places, drafts[0].n_loops, rule):
+                return None
+            done = part.stop
+        if done < chunk.n_tokens:
+            self._draft(embeds[done:], None if positions is None else positions[done:], drafts[0].n_loops, rule)
+        self._open_step(n_loops)
+        return Run.joined([draft.run for draft in drafts], chunk, drafts[0].n_loops)
+
+    def _drop_drafts(self) -> None:
+        """Forget drafts; what they wrote goes too, for it may be NaN."""
+        if self._drafts:
+            n_tokens = sum(draft.run.chunk.n_tokens for draft in self._drafts)
+            self.slots.clear(Chunk(self._lengths, [n_tokens], self._drafts[0].embeds.device))
+            self._drafts = []
+
+    # The parts of a step ----------------------------------------------------------------------------------------------
+
+    def _open_step(self, n_loops: int) -> None:
+        self.slots.begin()
+        self.slots.deepen("core", self.policy.n_slots(n_loops), self.model.config.n_core)
+        self.slots.deepen("check", self.policy.n_slots(n_loops), self.model.config.n_coda)
+
+    def _begun(
+        self,
+        embeds: Tensor,
+        positions: Tensor | None,
+        chunk: Chunk,
+        n_loops: int,
+        rule: ExitRule,
+        warm_start: bool,
+        keeps_states: bool,
+    ) -> Run:
+        """The new tokens before their first loop."""
+        model, config = self.model, self.model.config
+        self._open_step(n_loops)
         if positions is None and config.pos_kind == "learned":
             positions = chunk.place
         P = embeds
@@ -66,28 +137,27 @@ class EagerSession:
         for layer, block in enumerate(model.prelude):
             P = self._layer(block, P, "prelude", 0, layer, chunk)
         Y = self._first_state(P, chunk, warm_start)
+        run = Run(Y, P, positions if config.pos_when == "each_loop" else None, chunk, keeps_states)
+        if not rule.is_fixed:
+            run.live = Watch(rule).start(torch.zeros(chunk.n_tokens, dtype=torch.float64, device=embeds.device))
+        return run
 
-        run = _Run(Y, P, positions if config.pos_when == "each_loop" else None, chunk, return_states)
+    def _iterate(self, run: Run, n_loops: int, rule: ExitRule) -> None:
+        """Loops up to n_loops, of the tokens that move."""
         watch = Watch(rule)
-        live = {} if rule.is_fixed else watch.start(torch.zeros(chunk.n_tokens, dtype=torch.float64, device=embeds.device))
-        t = 0
-        while t < n_loops and run.moving.n_tokens:
-            t += 1
+        while run.t < n_loops and run.moving.n_tokens:
+            t = run.t + 1
             self._carry("core", t, run.stopped)
-            self._carry("check", t, run.stopped if t % rule.check_every == 0 else chunk)
+            self._carry("check", t, run.stopped if t % rule.check_every == 0 else run.chunk)
             image = self._loop(t, run)
-            leaving = None if rule.is_fixed else self._judge(t, run, image, watch, live)
-            run.advance(t, image, leaving, live)
-        run.finish(t, n_loops)
+            run.advance(t, image, None if rule.is_fixed else self._judge(t, run, image, watch))
+
+    def _fill(self, run: Run, limit: int | None = None) -> None:
+        """The slots of loops that nobody ran: all, or those up to loop `limit`."""
         for part in ("core", "check"):
-            for later in range(t + 1, slots.n_loops(part) + 1):
-                self._carry(part, later, chunk)
-
-        hidden = self._close(run.final, "coda", 0, chunk)
-        self._note(run.final, chunk, rule, n_loops)
-        return Extension(hidden, run.n_loops, run.states)
-
-    # The parts of a step ----------------------------------------------------------------------------------------------
+            last = self.slots.n_loops(part)
+            for t in range(run.t + 1, (last if limit is None else min(last, limit)) + 1):
+                self._carry(part, t, run.chunk)
 
     def _check(self, rule: ExitRule, n_loops: int, starts: Sequence[int]) -> None:
         if self._has_unlooped and n_loops and any(starts):
@@ -111,7 +181,7 @@ class EagerSession:
         has_past = torch.tensor([start > 0 for start in chunk.starts], device=P.device)[chunk.row]
         return torch.where(has_past[:, None], self.last_state[chunk.row].to(Y.dtype), Y)
 
-    def _loop(self, t: int, run: _Run) -> Tensor:
+    def _loop(self, t: int, run: Run) -> Tensor:
         """F = M(Y) of the tokens that move."""
         X = self.model.inject(run.Y, run.P)
         if run.positions is not None:
@@ -142,8 +212,8 @@ class EagerSession:
         return self.model.final_norm(Y) if self.model.config.loop_norm == "once" else Y
 
     @torch.no_grad()
-    def _judge(self, t: int, run: _Run, image: Tensor, watch: Watch, live: Memory) -> Tensor:
-        """bool [n]: which of the moving tokens leave after loop t. Updates live."""
+    def _judge(self, t: int, run: Run, image: Tensor, watch: Watch) -> Tensor:
+        """bool [n]: which of the moving tokens leave after loop t. Updates their memory."""
         gate = self.gate
 
         @functools.cache
@@ -164,7 +234,7 @@ class EagerSession:
             read_stride=1,
             gate=None if gate is None else lambda: gate(image).squeeze(-1),
         )
-        return watch.enough(live, step)
+        return watch.enough(run.live, step)
 
     def _carry(self, part: str, t: int, chunk: Chunk | None) -> None:
         """Tokens for which loop t is not run, or not checked, keep the keys and values of the one before."""
@@ -189,6 +259,7 @@ class EagerSession:
     # Rows -------------------------------------------------------------------------------------------------------------
 
     def crop(self, n_tokens: Sequence[int]) -> None:
+        self._drop_drafts()
         lengths = [length - n for length, n in zip(self._lengths, n_tokens, strict=True)]
         device = next(self.model.parameters()).device
         self.slots.clear(Chunk(lengths, n_tokens, device))
@@ -196,6 +267,7 @@ class EagerSession:
         self.last_state = None
 
     def select(self, rows: Tensor) -> None:
+        self._drop_drafts()
         self._lengths = [self._lengths[row] for row in rows.tolist()]
         self.slots.select(rows)
         if self.last_state is not None:
@@ -207,46 +279,6 @@ class EagerSession:
         session.last_state = None if self.last_state is None else self.last_state.clone()
         session._lengths, session._checks, session._has_unlooped = list(self._lengths), self._checks, self._has_unlooped
         return session
-
-
-class _Run:
-    """The loops of one call: which tokens move, and what the others left with."""
-
-    def __init__(self, Y: Tensor, P: Tensor, positions: Tensor | None, chunk: Chunk, keeps_states: bool) -> None:
-        self.Y, self.P, self.positions = Y, P, positions  # of the tokens that move
-        self.chunk = self.moving = chunk
-        self.stopped: Chunk | None = None
-        self.final = Y
-        self.n_loops = torch.zeros(chunk.n_tokens, dtype=torch.int64, device=Y.device)
-        self.index: Tensor | None = None  # int64, the moving tokens among all, once some have stopped
-        self.states = [Y] if keeps_states else None
-
-    def advance(self, t: int, image: Tensor, leaving: Tensor | None, live: Memory) -> None:
-        """Go on from F, and let tokens leave."""
-        self.Y = image
-        if self.index is None:
-            self.final = image
-            self.n_loops = torch.full_like(self.n_loops, t)
-        else:
-            self.final = self.final.index_copy(0, self.index, image)
-            self.n_loops = self.n_loops.index_fill(0, self.index, t)
-        if self.states is not None:
-            self.states.append(self.final)
-        if leaving is None or not leaving.any():
-            return
-        stay = ~leaving
-        everywhere = torch.arange(self.chunk.n_tokens, device=stay.device) if self.index is None else self.index
-        self.index = everywhere[stay]
-        self.Y, self.P = self.Y[stay], self.P[stay]
-        self.positions = None if self.positions is None else self.positions[stay]
-        live.update({name: tensor[stay] for name, tensor in live.items()})
-        moves = torch.zeros(self.chunk.n_tokens, dtype=torch.bool, device=stay.device).index_fill(0, self.index, True)
-        self.moving, self.stopped = self.chunk.part(moves), self.chunk.part(~moves)
-
-    def finish(self, t: int, n_loops: int) -> None:
-        """States after loops that nobody ran."""
-        if self.states is not None:
-            self.states += [self.final] * (n_loops - t)
 
 
 SESSIONS["eager"] = EagerSession

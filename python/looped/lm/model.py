@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,22 +11,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from looped.exits import ExitRule
-from looped.lm.cache import LoopedCache
+from looped.lm.cache import CACHE_NAME, LoopedCache
 from looped.lm.columns import Columns
 from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
+from looped.lm.drafter import draft_fields
 from looped.lm.exits import Exit, token_rule
 from looped.lm.policy import CachePolicy
 from looped.lm.pretrained import language_config, read_gpt2, same_dtype
 from looped.lm.session import make_session
+from looped.lm.speculative import check_drafting, speculate
 from looped.model import Block, LoopedTransformer, loop_count
-
-# transformers renamed past_key_values on the way; outputs and calls of generate use whichever name this version has.
-CACHE_NAME = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
 
 
 @dataclass
@@ -251,6 +249,61 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
 
     # What generate asks -------------------------------------------------------------------------------------------
 
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        draft_loops: int | None = None,
+        draft_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`generate` of transformers, and with draft_loops the same text sooner: see `looped.lm.speculative`.
+
+        draft_loops: 1 to n_loops. Tokens are drafted with so many loops and verified with all, several in one pass.
+        draft_tokens: tokens drafted before they are verified, default 4.
+
+        The two are short for fields of `GenerationConfig`, assistant_early_exit and num_assistant_tokens, with a constant
+        schedule and no confidence threshold unless the call gives others. Raises ValueError, before anything is computed, for
+        several rows, beams, ``use_cache=False``, warm_start and cache policies other than per_loop.
+        """
+        if draft_loops is None:
+            if draft_tokens is not None:
+                raise ValueError(f"generate: draft_tokens={draft_tokens} says nothing without draft_loops; give both")
+            return super().generate(inputs, generation_config, *args, **kwargs)
+        fields = draft_fields(draft_loops, draft_tokens)
+        if generation_config is not None:
+            generation_config = copy.deepcopy(generation_config)
+            generation_config.update(**fields)
+            fields = {}
+        return super().generate(inputs, generation_config, *args, **(fields | kwargs))
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The loop of transformers for other assistants; that of `looped.lm.speculative` where the model drafts for itself."""
+        settings = (logits_processor, stopping_criteria, generation_config)
+        if generation_config.assistant_early_exit is not None:
+            if assistant_model is not None or synced_gpus:
+                raise ValueError("generate: draft_loops does not go with an assistant_model or with synced_gpus; leave one out")
+            return speculate(self, input_ids, *settings, streamer, model_kwargs)
+        theirs: Any = super()
+        others = dict(inputs_tensor=inputs_tensor, assistant_tokenizer=assistant_tokenizer, tokenizer=tokenizer)
+        return theirs._assisted_decoding(
+            input_ids, *settings, synced_gpus, streamer, assistant_model=assistant_model, **others, **model_kwargs
+        )
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
@@ -271,6 +324,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
                 "shorten the prompt or lower max_new_tokens"
             )
         self._plan(*(model_kwargs.get(name) for name in ("n_loops", "exit", "warm_start")))
+        if generation_config.assistant_early_exit is not None:
+            check_drafting(self, generation_config, model_kwargs, mode, batch_size)
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(

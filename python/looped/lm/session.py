@@ -85,6 +85,22 @@ class DecodeSession(Protocol):
         """A session of the same model that goes on independently from here."""
 
 
+class DraftingSession(DecodeSession, Protocol):
+    """A session that computes tokens which may not stay, and goes on from them where they do: see `looped.lm.speculative`.
+
+    Sessions without it are drafted with by `extend` and `crop`, and run the loops of a draft twice.
+    """
+
+    def draft(self, embeds: Tensor, *, n_loops: int, rule: ExitRule, positions: Tensor | None = None) -> Extension:
+        """Compute tokens [n, C] behind the end of the one row, provisionally: `lengths` does not count them.
+
+        The arguments are those of `extend`. An `extend` that begins with the same tokens in the same places under the same rule
+        goes on from the loops that drafts have run; another one forgets them, and so do crop and select. Both ways give the
+        same result: with the policy per_loop, a token's first loops are the same whether or not more follow, and where its rule
+        passes within them, it is done. Raises ValueError for several rows and for another policy.
+        """
+
+
 # What a backend offers: a session for (model, policy, gate); gate is the exit gate, a Linear from C to 1, or None.
 SessionFactory = Callable[[LoopedTransformer, CachePolicy, "nn.Linear | None"], DecodeSession]
 
