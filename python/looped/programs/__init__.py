@@ -1,0 +1,1 @@
+"""Looped transformers as programmable computers (Giannou et al., 2023): machines as weights, programs as prompts."""
