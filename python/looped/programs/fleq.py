@@ -27,15 +27,28 @@ if TYPE_CHECKING:
 
 GATE = 8.0  # above every code
 DATA_GATE = 1024.0  # above every number in memory
-LAMBDA = 40.0
-LEAST_LAMBDA = {torch.float64: 38.0, torch.float32: 30.0}  # the write has a margin of 1: exp(-lam) below the rounding of 1
+LAMBDA = 80.0
+# The write has a margin of 1, and what leaks is multiplied by the gate: 1024 exp(-lam) lies below the rounding of data.
+LEAST_LAMBDA = {torch.float64: 60.0, torch.float32: 40.0}
 POINTERS = ("PA", "PB", "PW", "PF", "PJ")
 MASKS = ("KA", "KB", "KW")
 FUNCTION_NAMES = ("mm", "emul", "perc", "add", "sub", "inv", "sqrt", "sig")
 PRODUCTS = frozenset(("mm", "emul", "perc"))
 
 # Of products up to some 10 in size: the error against kappa and C is in docs/programs.md.
-DEFAULT_PRODUCT = {torch.float64: MatrixProduct("pair", 2.0**16, 4.0), torch.float32: MatrixProduct("pair", 2.0**6, 2.0)}
+DEFAULT_PRODUCT = {
+    (torch.float64, "single"): MatrixProduct("single", 2.0**24, 28.0),
+    (torch.float64, "pair"): MatrixProduct("pair", 2.0**16, 4.0),
+    (torch.float64, "richardson"): MatrixProduct("richardson", 2.0**8, 4.0),
+    (torch.float32, "single"): MatrixProduct("single", 2.0**10, 12.0),
+    (torch.float32, "pair"): MatrixProduct("pair", 2.0**6, 2.0),
+    (torch.float32, "richardson"): MatrixProduct("richardson", 2.0**4, 4.0),
+}
+
+
+def default_product(dtype: torch.dtype, form: str = "pair") -> MatrixProduct:
+    """A matrix product for numbers of some 10 in size, by precision and form."""
+    return DEFAULT_PRODUCT[dtype, form]
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class FleqMachine:
 
     Parameters
         width w: the most rows and columns of a matrix. address_bits L: programs have at most 2^L tokens.
-        blocks: its functions. lam: sharpness of the addressing heads, at least 38 in float64 and 30 in float32.
+        blocks: its functions. lam: sharpness of the addressing heads, at least 60 in float64 and 40 in float32.
         dtype: float64 or float32; no other keeps data.
 
     Raises ValueError for what does not fit.
@@ -91,7 +104,7 @@ class FleqMachine:
         blocks = blocks or Blocks()
         self.width, self.address_bits, self.lam_asked, self.dtype = width, address_bits, lam, dtype
         self.blocks = blocks
-        self.product = blocks.product or DEFAULT_PRODUCT[dtype]
+        self.product = blocks.product or default_product(dtype)
         self.layout = self._layout()
         self.layers = self._build()
         self.model: LoopedTransformer = transformer(self.layers, self.layout.width, dtype=dtype, n_loops=10_000)

@@ -100,6 +100,29 @@ class FleqProgram:
         matrix = self._matrix(name)
         return memory[: matrix.n_rows, matrix.first : matrix.first + matrix.n_columns]
 
+    def command_text(self, i: int) -> str:
+        """A command as text, with names for matrices."""
+        command = self.commands[i]
+        if i == self.end:
+            return "the end"
+        to = ""
+        if command.flag == self.commands[self.end].flag:  # ZERO: always
+            return "halt" if command.jump == self.end else f"to command {command.jump}"
+        if command.jump != i + 1:
+            to = f"if {self._columns(command.flag, 1)} <= 0 -> command {command.jump}"
+        if command.function is None:
+            return to or "nop"
+        a, b = self._columns(command.a, command.n_a), self._columns(command.b, command.n_b)
+        right = {"mm": f"{b}^T {a}", "add": f"{a} + {b}", "sub": f"{a} - {b}", "emul": f"<{a}, {b}>", "perc": f"{a} / 100"}
+        text = right.get(command.function, f"{command.function}({a})").removesuffix(" + ")
+        return f"{self._columns(command.c, command.n_c)} = {text} {to}".rstrip()
+
+    def _columns(self, first: int, n: int) -> str:
+        for name, matrix in self.names.items():
+            if n and matrix.first <= first < matrix.first + matrix.n_columns:
+                return name if n == matrix.n_columns else f"{name}.{first - matrix.first}"
+        return ""
+
     def cell_name(self, row: int, column: int) -> str:
         """What a number of memory is called."""
         for name, matrix in self.names.items():
@@ -396,7 +419,8 @@ def _notes(commands: Sequence[FleqCommand]) -> list[str]:
     while todo:
         i = todo.pop()
         command = commands[i]
-        for to in {command.jump, min(i + 1, len(commands) - 1)} - reached:
+        is_sure = command.flag == commands[-1].flag  # ZERO
+        for to in {command.jump, *(() if is_sure else (min(i + 1, len(commands) - 1),))} - reached:
             reached.add(to)
             todo.append(to)
     return [] if len(commands) - 1 in reached else ["no command leads to the end"]

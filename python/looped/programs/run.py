@@ -83,6 +83,24 @@ class Run:
         """The words or the matrix of a name."""
         return self.program.value(name, self.memory)
 
+    def named_values(self) -> list[str]:
+        """`name = value` of everything that the program names."""
+        hidden = ("ZERO", "MINUS_ONE", "ONE", "identity of transpose")
+        values = {name: np.asarray(self[name]) for name in self.program.names if name not in hidden}
+        return [f"{name} = {np.array2string(value, prefix=f'{name} = ', threshold=200)}" for name, value in values.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "program": self.program.name,
+            "outcome": self.outcome.value,
+            "steps": self.steps,
+            "n_loops": self.n_loops,
+            "pc": self.pc,
+            "backend": self.backend,
+            "memory": {name: np.asarray(self[name]).tolist() for name in self.program.names},
+        }
+
 
 def run_programs(
     machine: Machine,

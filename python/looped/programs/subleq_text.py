@@ -71,6 +71,16 @@ class SubleqProgram:
         words = [int(memory[cell]) for cell in cells_named(name, self.names, self.name)]
         return words[0] if len(words) == 1 else words
 
+    def command_text(self, i: int) -> str:
+        """A command as text, with names for cells."""
+        if i == self.end:
+            return "the end"
+        a, b, c = self.commands[i]
+        if self.commands[i] == self.commands[self.end]:
+            return "halt"
+        to = "" if c == i + 1 else f" -> {'the end' if c == self.end else f'command {c}'}"
+        return f"{self.cell_name(b)} -= {self.cell_name(a)}{to}"
+
     def cell_name(self, cell: int) -> str:
         """What a cell is called."""
         for name, cells in self.names.items():
