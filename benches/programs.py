@@ -3,9 +3,9 @@
     python benches/programs.py [--programs 4096] [--rounds 3] [--threads 1] [--dtype float32] [--json OUT]
 
 A machine of 16 bits runs `multiply` for factors from 0 to 24, so that programs halt anywhere between some ten and some hundred
-loops; finished ones cost nothing on eager and cpu alike. Beside them stands a NumPy step of the same weights, which does what a
-reader of the paper would write: every layer in full, over the programs still running. Ways take turns in each round; printed are
-medians, and the ratio to eager. A command is a loop of one program.
+loops; finished ones cost nothing on eager and cpu alike. Beside them stands a NumPy step of the same weights, which does what
+a reader of the paper would write: every layer in full, over the programs still running. Ways take turns in each round; printed
+are medians, and the ratio to eager. A command is a loop of one program.
 """
 
 import argparse
@@ -121,7 +121,8 @@ def main() -> None:
             median = statistics.median(times)
             row = dict(programs=len(chosen), way=way, seconds=median, fastest=min(times), commands_per_second=total / median)
             rows.append(row | dict(times_eager=eager / median, threads=options.threads, dtype=options.dtype))
-            print(f"  {way:6} {total / median:12,.0f} commands/s   {eager / median:6.2f} x eager   {median:.3f} s ({min(times):.3f})")
+            speed = f"{total / median:12,.0f} commands/s   {eager / median:6.2f} x eager"
+            print(f"  {way:6} {speed}   {median:.3f} s ({min(times):.3f})")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(dict(torch=torch.__version__, isa=cpu.describe(), rows=rows), file, indent=1)

@@ -30,9 +30,7 @@ def machine_states(machine, programs, n_loops, *, backend, chunk=20):
         upto = min(done + chunk, n_loops)
         result = looped.solve(machine.model, prompts, n_loops=upto, state=state, backend=backend, return_predictions=True)
         state = result.state
-        decoded = [
-            machine.decode(states, program) for states, program in zip(result.predictions, programs, strict=True)
-        ]
+        decoded = [machine.decode(states, program) for states, program in zip(result.predictions, programs, strict=True)]
         for i in range(upto - done):
             yield done + i + 1, [(int(s.pc[i]), s.memory[i], float(s.off_grid[i])) for s in decoded]
         done = upto

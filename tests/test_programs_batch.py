@@ -82,7 +82,9 @@ def test_fleq_programs_have_the_same_bits_alone_and_together():
 
 @needs_engine
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2**16), st.integers(2, 8), st.integers(1, 12), st.integers(3, 8)), min_size=1, max_size=5))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**16), st.integers(2, 8), st.integers(1, 12), st.integers(3, 8)), min_size=1, max_size=5)
+)
 def test_random_batches_equal_the_interpreter(choices):
     programs = [
         random_subleq(seed, n_cells=n_cells, n_commands=n_commands, n_bits=12) for seed, n_cells, n_commands, _ in choices

@@ -53,12 +53,32 @@ def test_run_shows_a_table_of_loops_and_draws_a_picture(tmp_path):
     assert (tmp_path / "run.png").stat().st_size > 5000
 
 
+def test_a_formula_runs_without_a_file():
+    values = [part for value in ("a=6", "b=2.5", "c=4", "d=1.5") for part in ("--set", value)]
+    output = looped("run", "--formula", "sqrt(1/((a+b-c)*d))/100", *values)
+    assert "halted after 7 steps" in output
+    assert f"result = [[{(1 / 6.75) ** 0.5 / 100:.6f}" in output
+    assert "'a' has no value; give one with --set a=" in looped("run", "--formula", "a+1", code=2)
+    assert "give program files, or --formula" in looped("run", code=2)
+
+
+def test_options_of_the_other_machine_are_refused():
+    assert "--terms is not of SUBLEQ machines" in looped("run", example("add.subleq"), "--terms", "8", code=2)
+    assert "--layers is not of FLEQ machines" in looped("machine", example("inverse.fleq"), "--layers", "5", code=2)
+    assert "are of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    assert "--picture is of one SUBLEQ program" in looped("machine", example("inverse.fleq"), "--picture", "x.png", code=2)
+
+
 def test_exit_codes():
     assert "loop limit after 5 steps" in looped("run", example("fibonacci.subleq"), "--max-loops", "5", code=3)
     assert "there is no cell named 'nn'" in looped("run", example("fibonacci.subleq"), "--set", "nn=1", code=2)
     assert "--set x takes a number" in looped("run", example("add.subleq"), "--set", "x=[1", code=2)
-    assert "SUBLEQ and FLEQ programs need a machine each" in looped("run", example("add.subleq"), example("inverse.fleq"), code=2)
-    assert "--trace and --picture are of one program" in looped("run", example("add.subleq"), example("add.subleq"), "--trace", code=2)
+    assert "SUBLEQ and FLEQ programs need a machine each" in looped(
+        "run", example("add.subleq"), example("inverse.fleq"), code=2
+    )
+    assert "--trace and --picture are of one program" in looped(
+        "run", example("add.subleq"), example("add.subleq"), "--trace", code=2
+    )
     output = looped("run", example("calculator.fleq"), "--set", "a=500", code=2)
     assert "calculator.fleq:9:1: inv of 747.75 is outside 0.2 .. 20" in output
     assert "the Triton kernels multiply in bf16" in looped("run", example("inverse.fleq"), "--backend", "triton", code=2)
@@ -111,7 +131,12 @@ def test_layer_and_head_counts_beside_the_papers():
     algebra = describe(FleqMachine(4, 6))
     learning = describe(FleqMachine(5, 8, blocks=Blocks(("mm", "add", "sub", "emul", "sig"))))
     calculator = describe(FleqMachine(1, 5, blocks=Blocks(("mm", "add", "sub", "perc", "inv", "sqrt"))))
-    assert [(facts["layers"], facts["heads"]) for facts in (subleq, calculator, algebra, learning)] == [(9, 2), (8, 66), (8, 3), (8, 3)]
+    assert [(facts["layers"], facts["heads"]) for facts in (subleq, calculator, algebra, learning)] == [
+        (9, 2),
+        (8, 66),
+        (8, 3),
+        (8, 3),
+    ]
     assert describe(SubleqMachine(16, 6, n_layers=5))["heads"] == 2
     assert subleq["width"] == 8 * 6 + 3 * 16 + 32 + 3
     assert all(layer["hidden"] <= subleq["hidden"] for layer in used_sizes(SubleqMachine(16, 6)))

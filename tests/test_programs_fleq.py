@@ -130,8 +130,13 @@ def test_every_function_on_a_row(backend, dtype):
 
 # Programs: the error table, within 3x -----------------------------------------------------------------------------
 
-CALCULATORS = [(F64, product("pair", 18, 4), 2.8e-7), (F32, product("pair", 8, 2), 1.2e-4), (F32, product("richardson", 4, 4), 2.4e-5),
-               (F64, product("single", 24, 28), 3.5e-7), (F32, product("single", 10, 12), 2.4e-3)]  # fmt: skip
+CALCULATORS = [
+    (F64, product("pair", 18, 4), 2.8e-7),
+    (F32, product("pair", 8, 2), 1.2e-4),
+    (F32, product("richardson", 4, 4), 2.4e-5),
+    (F64, product("single", 24, 28), 3.5e-7),
+    (F32, product("single", 10, 12), 2.4e-3),
+]
 
 
 @pytest.mark.parametrize("backend", NAMES)
@@ -155,27 +160,31 @@ def test_the_calculator(dtype, how, error, backend):
     assert worst < 3 * error
 
 
-INVERSES = [(F64, 4, 10, product("pair", 16, 4), 2.0e-10), (F64, 4, 10, product("richardson", 8, 4), 6.9e-13),
-            (F32, 4, 10, product("pair", 6, 2), 1.1e-4), (F32, 4, 10, product("richardson", 3, 4), 8.5e-6),
-            (F64, 4, 12, product("single", 24, 20), 7.0e-8), (F32, 4, 12, product("single", 10, 8), 1.1e-3),
-            (F64, 8, 12, product("pair", 16, 4), 4.5e-11), (F32, 8, 12, product("pair", 7, 4), 5.2e-5)]  # fmt: skip
+INVERSES = [
+    (F64, 4, 10, product("pair", 16, 4), 2.0e-10),
+    (F64, 4, 10, product("richardson", 8, 4), 6.9e-13),
+    (F32, 4, 10, product("pair", 6, 2), 1.1e-4),
+    (F32, 4, 10, product("richardson", 3, 4), 8.5e-6),
+    (F64, 4, 12, product("single", 24, 20), 7.0e-8),
+    (F32, 4, 12, product("single", 10, 8), 1.1e-3),
+    (F64, 8, 12, product("pair", 16, 4), 4.5e-11),
+    (F32, 8, 12, product("pair", 7, 4), 5.2e-5),
+]
 
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize(("dtype", "n", "n_iterations", "how", "error"), INVERSES)
 def test_newtons_inverse(dtype, n, n_iterations, how, error, backend):
-    if backend == "eager" and (n == 8 or how.form == "single"):
-        n_iterations = 3
     program = assemble_fleq(inverse_text(matrix_of_condition(n, 4 if n == 4 else 2), n_iterations))
     run, memory = run_one(program, backend, dtype, Blocks(("mm", "sub"), product=how))
     assert np.abs(run["X"] - program.value("X", memory)).max() < 3 * error
-    if n_iterations >= 10:
-        A = program.value("At", program.memory).T
-        assert np.abs(run["X"] - np.linalg.inv(A)).max() < 3 * error + 1e-6
+    assert np.abs(run["X"] - np.linalg.inv(program.value("At", program.memory).T)).max() < 3 * error + 1e-6
 
 
 @pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize(("dtype", "how", "error"), [(F64, product("pair", 16, 4), 3.9e-11), (F32, product("pair", 6, 2), 1.9e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "how", "error"), [(F64, product("pair", 16, 4), 3.9e-11), (F32, product("pair", 6, 2), 1.9e-5)]
+)
 def test_power_iteration(dtype, how, error, backend):
     rng = np.random.default_rng(0)
     Q = np.linalg.qr(rng.normal(size=(4, 4)))[0]
@@ -214,13 +223,13 @@ def network(sizes, seed):
     return [rng.normal(size=(a + 1, b)) for a, b in itertools.pairwise(sizes)]
 
 
-def learn_xor(backend, dtype, n_epochs):
+def learn_xor(backend, dtype, n_epochs, n_rows=4):
     """The largest error of an output against plain SGD, and these outputs."""
-    weights = network((2, 4, 1), 6)
-    program = assemble_fleq(network_text(weights, *XOR, 8.0, n_epochs))
+    weights, data = network((2, 4, 1), 6), [part[:n_rows] for part in XOR]
+    program = assemble_fleq(network_text(weights, *data, 8.0, n_epochs))
     how = product("pair", 14, 4) if dtype == F64 else product("pair", 7, 2)
     run, memory = run_one(program, backend, dtype, Blocks(("mm", "add", "sub", "emul", "sig"), product=how))
-    Ws, o = sgd_network(weights, *XOR, 8.0, n_epochs)
+    Ws, o = sgd_network(weights, *data, 8.0, n_epochs)
     assert np.abs(program.value("W0", memory) - Ws[0]).max() < 1e-12
     assert np.abs(program.value("W1", memory) - Ws[1][:-1]).max() < 1e-12
     assert np.abs(run["W0"] - Ws[0]).max() < (1e-7 if dtype == F64 else 2e-3)
@@ -232,12 +241,14 @@ XOR_ERROR = {F64: 8.7e-9, F32: 1.1e-4}
 
 @pytest.mark.parametrize(("backend", "dtype"), ALL)
 def test_xor_by_backpropagation(backend, dtype):
-    error, _ = learn_xor(backend, dtype, 20 if backend == "cpu" else 1)
+    error, _ = learn_xor(backend, dtype, 20) if backend == "cpu" else learn_xor(backend, dtype, 1, n_rows=2)
     assert error < 3 * XOR_ERROR[dtype]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("backend", "dtype", "n_epochs"), [("eager", F64, 20), ("eager", F32, 20), ("cpu", F32, 60), ("cpu", F64, 150)])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "n_epochs"), [("eager", F64, 20), ("eager", F32, 20), ("cpu", F32, 60), ("cpu", F64, 150)]
+)
 def test_xor_is_learned_as_plain_sgd_learns_it(backend, dtype, n_epochs):
     error, o = learn_xor(backend, dtype, n_epochs)
     assert error < 3 * XOR_ERROR[dtype]
@@ -300,7 +311,18 @@ def test_a_formula_compiles_to_the_papers_program():
     assert [line.split()[0] for line in text.splitlines()] == [*["let"] * 4, "add", "sub", "mm", "inv", "sqrt", "perc", "halt"]
 
 
-FORMULAS = ["a", "3", "-a + 2", "a * b - c / 4", "(a + b) ** 3", "percent(a) + sig(c)", "1 / (a * 2)", "b / a", "sqrt(a) * inv(b)", "+a"]
+FORMULAS = [
+    "a",
+    "3",
+    "-a + 2",
+    "a * b - c / 4",
+    "(a + b) ** 3",
+    "percent(a) + sig(c)",
+    "1 / (a * 2)",
+    "b / a",
+    "sqrt(a) * inv(b)",
+    "+a",
+]
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -311,9 +333,18 @@ def test_formulas_are_worth_what_python_says(formula):
     assert program.value("result", run_fleq(program, 100)[2])[0, 0] == pytest.approx(eval(formula, here), rel=1e-12)
 
 
-FORMULA_ERRORS = [("a +", "formula:1:"), ("a + y", "formula:1:5: 'y' has no value"), ("a ** 0.5", "powers are whole numbers"),
-                  ("a / 0", "division by 0"), ("exp(a)", "this is none of them"), ("a % 2", "a formula has"), ("sqrt(a, a)", "one argument"),
-                  ("'x'", "none of them"), ("a if a else a", "none of them"), ("(" * 500 + "a" + ")" * 500, "is no formula")]  # fmt: skip
+FORMULA_ERRORS = [
+    ("a +", "formula:1:"),
+    ("a + y", "formula:1:5: 'y' has no value"),
+    ("a ** 0.5", "powers are whole numbers"),
+    ("a / 0", "division by 0"),
+    ("exp(a)", "this is none of them"),
+    ("a % 2", "a formula has"),
+    ("sqrt(a, a)", "one argument"),
+    ("'x'", "none of them"),
+    ("a if a else a", "none of them"),
+    ("(" * 500 + "a" + ")" * 500, "is no formula"),
+]
 
 
 @pytest.mark.parametrize(("formula", "message"), FORMULA_ERRORS)
@@ -327,7 +358,10 @@ def test_mistakes_in_formulas(formula, message):
 OUT_OF_RANGE = [
     ("let a = 30\ninv b, a\nhalt", r"p:2:1: inv of 30 is outside 0.2 .. 20, where the sigmoid sum is fitted \(step 0\)"),
     ("let a = -1\nsqrt b, a\nhalt", r"p:2:1: sqrt of -1 is outside 0.02 .. 40"),
-    ("let a = 300\nmm b, a, a\nmm c, b, b\nhalt", r"p:2:1: a product of 90000 is above 32768, half of kappa; build .* of at least 262144"),
+    (
+        "let a = 300\nmm b, a, a\nmm c, b, b\nhalt",
+        r"p:2:1: a product of 90000 is above 32768, half of kappa; build .* of at least 262144",
+    ),
     ("let a = 1000\nadd b, a, a\nhalt", r"p:2:1: a number of 2000 is not below 1024"),
     ("let a = 0.5\nnop if a -> l\nl: halt", r"p:2:1: the flag is 0.5 at step 0; one between 0 and 1 would half take the jump"),
 ]
@@ -378,7 +412,7 @@ def test_programs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="A is 3 x 3, got 1 x 2"):
         assemble_fleq("let A = ZEROS (3, 3)\nhalt").with_values({"A": [1, 2]})
     with pytest.raises(ValueError, match="needs 0 < lo < hi"):
-        SigmoidSum("inv", 8, 2.0, 1.0).fit
+        SigmoidSum("inv", 8, 2.0, 1.0)(np.ones(1))
 
 
 # Properties -------------------------------------------------------------------------------------------------------
@@ -395,8 +429,12 @@ def fleq_programs(draw):
     for i in range(n_commands):
         to, a, b = rng.choice(list("ABC"), 3)
         command = rng.choice(["mm", "add", "sub", "transpose", "copy", "emul", "column"])
-        text = {"transpose": f"transpose {to}, {a}", "copy": f"copy {to}, {a}", "emul": f"emul r, {a}, {b}",
-                "column": f"copy {to}.{rng.integers(n)}, {a}.{rng.integers(n)}"}.get(command, f"{command} {to}, {a}, {b}")  # fmt: skip
+        text = {
+            "transpose": f"transpose {to}, {a}",
+            "copy": f"copy {to}, {a}",
+            "emul": f"emul r, {a}, {b}",
+            "column": f"copy {to}.{rng.integers(n)}, {a}.{rng.integers(n)}",
+        }.get(command, f"{command} {to}, {a}, {b}")
         lines.append(f"l{i}: {text} if f -> l{rng.integers(i + 1, n_commands + 1)}")
     return "\n".join([*lines, f"l{n_commands}: halt"])
 

@@ -134,22 +134,32 @@ LIBRARY = {
 def test_the_library_computes_what_it_says(name):
     values, expected = LIBRARY[name]
     program = read_program(EXAMPLES / f"{name}.subleq").with_values(values)
-    steps, pc, memory = run_subleq(program, 20_000)
+    _, pc, memory = run_subleq(program, 20_000)
     assert pc == program.end
     assert {key: program.value(key, memory) for key in expected} == expected
 
 
-MORE = [("divide", dict(x=45, y=5), dict(q=9, r=0)), ("divide", dict(x=3, y=5), dict(q=0, r=3)), ("divide", dict(x=0, y=1), dict(q=0)),
-        ("compare", dict(x=9, y=9), dict(r=0)), ("compare", dict(x=9, y=-9), dict(r=1)), ("multiply", dict(x=5, y=0), dict(z=0)),
-        ("fibonacci", dict(n=0), dict(a=0)), ("factorial", dict(n=0), dict(r=1)), ("factorial", dict(n=7), dict(r=5040)),
-        ("collatz", dict(n=27), dict(n=1, steps=111)), ("collatz", dict(n=1), dict(steps=0)), ("search", dict(key=5), dict(place=-1)),
-        ("search", dict(key=3), dict(place=0))]  # fmt: skip
+MORE = [
+    ("divide", dict(x=45, y=5), dict(q=9, r=0)),
+    ("divide", dict(x=3, y=5), dict(q=0, r=3)),
+    ("divide", dict(x=0, y=1), dict(q=0)),
+    ("compare", dict(x=9, y=9), dict(r=0)),
+    ("compare", dict(x=9, y=-9), dict(r=1)),
+    ("multiply", dict(x=5, y=0), dict(z=0)),
+    ("fibonacci", dict(n=0), dict(a=0)),
+    ("factorial", dict(n=0), dict(r=1)),
+    ("factorial", dict(n=7), dict(r=5040)),
+    ("collatz", dict(n=27), dict(n=1, steps=111)),
+    ("collatz", dict(n=1), dict(steps=0)),
+    ("search", dict(key=5), dict(place=-1)),
+    ("search", dict(key=3), dict(place=0)),
+]
 
 
 @pytest.mark.parametrize(("name", "values", "expected"), MORE)
 def test_the_library_at_its_edges(name, values, expected):
     program = read_program(EXAMPLES / f"{name}.subleq").with_values(values)
-    steps, pc, memory = run_subleq(program, 400_000)
+    _, pc, memory = run_subleq(program, 400_000)
     assert pc == program.end
     assert {key: program.value(key, memory) for key in expected} == expected
 
@@ -187,7 +197,9 @@ def test_collatz_of_27_does_not_drift(backend, dtype, n_loops):
     assert set(state.unique().tolist()) == {-1.0, 0.0, 1.0}
 
 
-@pytest.mark.parametrize(("n_bits", "dtype"), [(2, torch.float32), (5, torch.float64), (24, torch.float32), (63, torch.float64)])
+@pytest.mark.parametrize(
+    ("n_bits", "dtype"), [(2, torch.float32), (5, torch.float64), (24, torch.float32), (63, torch.float64)]
+)
 def test_narrow_and_wide_words(n_bits, dtype):
     half = 2 ** (n_bits - 1)
     program = assemble_subleq(

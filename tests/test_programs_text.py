@@ -112,9 +112,18 @@ def test_a_fleq_program_is_what_it_says():
     program = assemble_fleq(FLEQ)
     assert program.width == 3
     assert {name: matrix.shape for name, matrix in program.names.items()} == {
-        "ZERO": (1, 1), "ONE": (1, 1), "A": (2, 2), "k": (1, 1), "r": (1, 3), "E": (2, 2), "C": (2, 2), "s": (1, 2), "D": (1, 3),
-        "F": (3, 1), "identity of transpose": (3, 3),
-    }  # fmt: skip
+        "ZERO": (1, 1),
+        "ONE": (1, 1),
+        "A": (2, 2),
+        "k": (1, 1),
+        "r": (1, 3),
+        "E": (2, 2),
+        "C": (2, 2),
+        "s": (1, 2),
+        "D": (1, 3),
+        "F": (3, 1),
+        "identity of transpose": (3, 3),
+    }
     assert (program.value("A", program.memory) == [[1, 2], [3, 4.5]]).all()
     assert program.command_text(0) == "C = A^T E if k <= 0 -> command 7"
     assert program.command_text(2) == "r.1 = r.1 - k"
@@ -132,7 +141,10 @@ FLEQ_ERRORS = [
     ("let A\nhalt", "p:1:1: write: let NAME = matrix"),
     ("let A = 1\nlet A = 2\nhalt", "p:2:5: 'A' is named twice"),
     ("let mm = 1\nhalt", "p:1:5: 'mm' is a word of the language"),
-    ("let A = [[1,2],[3,4]]\nlet b = [1,2]\nmm C, A, b\nhalt", "p:3:1: mm makes A.T B of matrices with as many rows, but A is 2 x 2 and b is 1 x 2"),
+    (
+        "let A = [[1,2],[3,4]]\nlet b = [1,2]\nmm C, A, b\nhalt",
+        "p:3:1: mm makes A.T B of matrices with as many rows, but A is 2 x 2 and b is 1 x 2",
+    ),
     ("let A = [[1,2],[3,4]]\nlet b = [1,2]\nadd C, A, b\nhalt", "p:3:1: add needs two matrices of one shape"),
     ("let A = [[1,2],[3,4]]\ninv C, A\nhalt", "p:2:1: inv works on rows, but A is 2 x 2"),
     ("let A = [[1,2],[3,4]]\ncopy b, A.0\ncopy b, A\nhalt", "p:3:1: the result is 2 x 2, but b is 2 x 1"),
@@ -166,7 +178,12 @@ def test_data_files_are_read_beside_the_program(tmp_path):
     program = read_fleq(path)
     assert (program.value("A", program.memory) == np.arange(6).reshape(2, 3)).all()
     assert (program.value("B", program.memory) == [[1, 2], [3.5, -4]]).all()
-    for name, message in [("c.csv", "holds no matrix"), ("d.npy", "NaN"), ("e.npy", "holds no matrix"), ("f.npy", "cannot be read")]:
+    for name, message in [
+        ("c.csv", "holds no matrix"),
+        ("d.npy", "NaN"),
+        ("e.npy", "holds no matrix"),
+        ("f.npy", "cannot be read"),
+    ]:
         path.write_text(f"let A = {name}\nhalt")
         with pytest.raises(ProgramError, match=f"p.fleq:1:9: .*{message}"):
             read_fleq(path)
@@ -230,9 +247,55 @@ def test_minsky_machines_keep_their_meaning(machine):
     assert {name: program.value(name, memory) for name in registers} == states[-1]
 
 
-WORDS = ["subleq", "halt", "x", "y", "x:", "l:", ":", ",", "0", "-1", "99999", "0x", "x+1", "x+", "+", ".bits", ".cells", "8", "ZERO",
-         "let", "=", "[", "]", "[[1,2],[3,4]]", "mm", "add", "inv", "A", "B", "A.0", "A.9", "if", "->", "jmp", "nop", "EYE", "(2)",
-         "1e400", "nan", "a.npy", "../a.csv", ";", "#", "\t", "\x00", "é", "１"]  # fmt: skip
+WORDS = [
+    "subleq",
+    "halt",
+    "x",
+    "y",
+    "x:",
+    "l:",
+    ":",
+    ",",
+    "0",
+    "-1",
+    "99999",
+    "0x",
+    "x+1",
+    "x+",
+    "+",
+    ".bits",
+    ".cells",
+    "8",
+    "ZERO",
+    "let",
+    "=",
+    "[",
+    "]",
+    "[[1,2],[3,4]]",
+    "mm",
+    "add",
+    "inv",
+    "A",
+    "B",
+    "A.0",
+    "A.9",
+    "if",
+    "->",
+    "jmp",
+    "nop",
+    "EYE",
+    "(2)",
+    "1e400",
+    "nan",
+    "a.npy",
+    "../a.csv",
+    ";",
+    "#",
+    "\t",
+    "\x00",
+    "é",
+    "\uff11",
+]
 
 
 @settings(max_examples=300, deadline=None)

@@ -15,10 +15,16 @@ def matrix_text(matrix: ArrayLike) -> str:
 
 
 def counted(label: str, counter: str, body: list[str]) -> list[str]:
-    """The body as often as the counter says. The flag is read before its command writes, so it is tested by a command of its own."""
+    """The body as often as the counter says. A flag is read before its command writes, so a command of its own tests it."""
     first, *rest = body
-    return [f"{label}: {first}", *rest, f"sub {counter}, {counter}, ONE", f"nop if {counter} -> {label}_end", f"jmp {label}",
-            f"{label}_end:"]  # fmt: skip
+    return [
+        f"{label}: {first}",
+        *rest,
+        f"sub {counter}, {counter}, ONE",
+        f"nop if {counter} -> {label}_end",
+        f"jmp {label}",
+        f"{label}_end:",
+    ]
 
 
 def inverse_text(A: ArrayLike, n_iterations: int) -> str:
@@ -55,7 +61,9 @@ def power_text(A: ArrayLike, v: ArrayLike, n_iterations: int, n_newton: int = 6)
         f"let v = {matrix_text(start)}",
         f"let k = {n_iterations}",
         *_newton_data(n_newton, float(1 / np.linalg.norm(A))),
-        *counted("again", "k", ["mm y, At, v", "mm s, y, y", *_inverse_root("root", n_newton), "transpose yt, y", "mm v, yt, z"]),
+        *counted(
+            "again", "k", ["mm y, At, v", "mm s, y, y", *_inverse_root("root", n_newton), "transpose yt, y", "mm v, yt, z"]
+        ),
         "halt",
     ]
     return "\n".join(lines) + "\n"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,9 +77,7 @@ class MatrixProduct:
         for sign, kappa, weight in levels:
             query: list[Terms] = [{row: sign / kappa} for row in layout["A"]]
             value = weight * kappa * self._total(width)
-            moves: list[tuple[Terms, Terms]] = [
-                ({oh: value}, {to: 1.0}) for oh, to in zip(layout["OH"], out, strict=True)
-            ]
+            moves: list[tuple[Terms, Terms]] = [({oh: value}, {to: 1.0}) for oh, to in zip(layout["OH"], out, strict=True)]
             layer.attend(_query(query, layout, 2), keys, moves)
         if self.form == "single":
             for to in out:
@@ -99,8 +98,8 @@ class MatrixProduct:
 class SigmoidSum:
     """f(x) = c_0 + sum_t c_t sigmoid(a_t x + b_t), one head a term (the paper's Lemmas 5, 10, 11), on one number a column.
 
-    function: ``"inv"``, 1 / x, or ``"sqrt"``. m: terms. lo, hi: where it is fitted; outside it goes flat, so arguments there are
-    refused. Knots stand in a geometric row over [lo / 2, 1.5 hi] and slopes follow them, which is why the error falls far faster
+    function: ``"inv"``, 1 / x, or ``"sqrt"``. m: terms. lo, hi: where it is fitted; outside it goes flat, so arguments there
+    are refused. Knots stand in a geometric row over [lo / 2, 1.5 hi] and slopes follow them, so the error falls far faster
     than the 1 / sqrt(m) of Barron's bound; coefficients are those of least relative squares.
     """
 
@@ -148,7 +147,7 @@ def sigmoid_head(layer: Layer, layout: Layout, a: float, b: float, c: float, out
     layer.attend(query, keys, [({sink: c}, {out: 1.0})])
 
 
-FUNCTIONS = {"inv": lambda x: 1 / x, "sqrt": np.sqrt}
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {"inv": lambda x: 1 / x, "sqrt": np.sqrt}
 
 
 def _fit(function: str, m: int, lo: float, hi: float) -> tuple[float, NDArray[np.float64]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -166,7 +167,8 @@ def transformer(layers: Sequence[Layer], width: int, *, dtype: torch.dtype, n_lo
     with torch.device("meta"):
         model = LoopedTransformer(config)
     model = model.to_empty(device="cpu").to(torch.float64).eval().requires_grad_(False)
-    for block, layer in zip(model.core, layers, strict=True):
+    blocks: Any = model.core
+    for block, layer in zip(blocks, layers, strict=True):
         for parameter in block.parameters():
             parameter.zero_()
         for h, head in enumerate(layer.heads):
@@ -180,10 +182,8 @@ def transformer(layers: Sequence[Layer], width: int, *, dtype: torch.dtype, n_lo
     return model.to(dtype)
 
 
-def _write_head(attn: torch.nn.Module, h: int, head: Head, n_heads: int, head_dim: int) -> None:
+def _write_head(attn: Any, h: int, head: Head, n_heads: int, head_dim: int) -> None:
     qkv, proj = attn.qkv.weight, attn.proj.weight
-    assert isinstance(qkv, torch.Tensor)
-    assert isinstance(proj, torch.Tensor)
     first = h * head_dim
     gain = head.gain(head_dim)
     for part, maps, by in ((0, head.query, gain), (1, head.key, 1.0), (2, [source for source, _ in head.moves], 1.0)):

@@ -4,35 +4,44 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 EXIT_CODES = {"halted": 0, "loop limit": 3, "corrupt": 4}
+Options = dict[str, Any]
 
-_program = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-_settings = [
+_files = click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_machine_options = [
+    click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float64", "float32"])),
+    click.option("--lambda", "lam", type=float, help="Sharpness of attention; default 12 (SUBLEQ), 80 (FLEQ)."),
+    click.option("--layers", type=click.Choice(["9", "5"]), help="SUBLEQ: layers; default 9."),
+    click.option(
+        "--product",
+        type=click.Choice(["single", "pair", "richardson"]),
+        help="FLEQ: the form of the matrix product; default pair.",
+    ),
+    click.option("--kappa", type=float, help="FLEQ: scale of products, at least twice the largest; default by precision."),
+    click.option("--terms", type=click.IntRange(2, 512), help="FLEQ: heads of inv, and of sqrt; default 32."),
+]
+_run_options = [
     click.option("--set", "fields", multiple=True, metavar="NAME=VALUE", help="First value: x=7, list=5,3,9, A=[[1,2],[3,4]]."),
+    click.option("--formula", help="In place of a file: an expression such as sqrt(1/((a+b-c)*d))/100, with --set a=6 ..."),
     click.option("--wrap", is_flag=True, help="Words out of range wrap."),
     click.option("--max-loops", default=10_000, show_default=True, type=click.IntRange(min=1), help="Commands at most."),
     click.option("--backend", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "eager", "triton"])),
-    click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float64", "float32"])),
-    click.option("--layers", default=9, show_default=True, type=click.Choice([5, 9]), help="Of a SUBLEQ machine."),
-    click.option("--lambda", "lam", type=float, help="Sharpness of attention; default 12 (SUBLEQ), 80 (FLEQ)."),
-    click.option(
-        "--product", default="pair", show_default=True, type=click.Choice(["single", "pair", "richardson"]),
-        help="FLEQ: the form of the matrix product.",
-    ),
-    click.option("--kappa", type=float, help="FLEQ: scale of products, at least twice the largest."),
-    click.option("--terms", default=32, show_default=True, type=click.IntRange(2, 512), help="FLEQ: heads of inv, of sqrt."),
-]  # fmt: skip
+]
 
 
-def _with_settings(command: Any) -> Any:
-    for option in reversed(_settings):
-        command = option(command)
-    return command
+def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def add_to(main: click.Group) -> None:
@@ -48,7 +57,10 @@ def _value_of(text: str, name: str) -> Any:
         raise click.UsageError(f"--set {name} takes a number, a list 5,3,9 or a matrix [[1,2],[3,4]], got {text!r}") from None
 
 
-def _load(files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool) -> list[Any]:
+def _load(
+    files: tuple[Path, ...], *, fields: tuple[str, ...] = (), formula: str | None = None, wrap: bool = False
+) -> list[Any]:
+    from looped.programs.formula import compile_formula
     from looped.programs.machines import read_program
 
     values = {}
@@ -57,6 +69,10 @@ def _load(files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool) -> list[
         if not equals:
             raise click.UsageError(f"--set takes NAME=VALUE, got {text!r}")
         values[name] = _value_of(value, name)
+    if (formula is None) == (not files):
+        raise click.UsageError("give program files, or --formula")
+    if formula is not None:
+        return [compile_formula(formula, values)]
     programs: list[Any] = []
     for file in files:
         program: Any = read_program(file, wrap=wrap)
@@ -68,24 +84,31 @@ def _load(files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool) -> list[
     return programs
 
 
-def _machine(programs: list[Any], dtype: str, layers: int, lam: float | None, product: str, kappa: float | None, terms: int) -> Any:
+def _machine(programs: list[Any], options: Options) -> Any:
     import torch
 
     from looped.programs.blocks import MatrixProduct, SigmoidSum
     from looped.programs.fleq import FUNCTION_NAMES, Blocks, default_product
     from looped.programs.machines import machine_for
 
+    dtype = getattr(torch, options["dtype"])
+    kind = programs[0].kind
+    for other, names in (("fleq", ("layers",)), ("subleq", ("product", "kappa", "terms"))):
+        for name in names:
+            if kind == other and options[name] is not None:
+                raise click.UsageError(f"--{name} is not of {kind.upper()} machines")
     blocks = None
-    if programs[0].kind == "fleq":
+    if kind == "fleq":
         used = {command.function for program in programs for command in program.commands if program.kind == "fleq"}
-        standard = default_product(getattr(torch, dtype), product)
+        standard = default_product(dtype, options["product"] or "pair")
+        terms = options["terms"] or 32
         blocks = Blocks(
             tuple(name for name in FUNCTION_NAMES if name in used),
-            product=MatrixProduct(product, kappa or standard.kappa, standard.sink),  # type: ignore[arg-type]
+            product=MatrixProduct(standard.form, options["kappa"] or standard.kappa, standard.sink),
             inv=SigmoidSum("inv", terms, 0.2, 20.0),
             sqrt=SigmoidSum("sqrt", terms, 0.02, 40.0),
         )
-    return machine_for(programs, dtype=getattr(torch, dtype), n_layers=layers, lam=lam, blocks=blocks)
+    return machine_for(programs, dtype=dtype, n_layers=int(options["layers"] or 9), lam=options["lam"], blocks=blocks)
 
 
 def _console() -> Any:
@@ -95,15 +118,25 @@ def _console() -> Any:
 
 
 @click.command("run")
-@_program
-@_with_settings
+@_files
+@_with(*_run_options, *_machine_options)
 @click.option("--trace", "traced", is_flag=True, help="Show every loop (of one program).")
 @click.option("--json", "as_json", is_flag=True, help="Print results, and the trace where one is asked for, as JSON.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw the program counter and memory against loops (of one program).")
+@click.option(
+    "--picture", type=click.Path(path_type=Path), help="Draw the program counter and memory against loops (of one program)."
+)
 def run_command(
-    files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool, max_loops: int, backend: str, dtype: str, layers: int,
-    lam: float | None, product: str, kappa: float | None, terms: int, traced: bool, as_json: bool, picture: Path | None,
-) -> None:  # fmt: skip
+    files: tuple[Path, ...],
+    fields: tuple[str, ...],
+    formula: str | None,
+    wrap: bool,
+    max_loops: int,
+    backend: str,
+    traced: bool,
+    as_json: bool,
+    picture: Path | None,
+    **options: Any,
+) -> None:
     """Run programs (.subleq, .minsky, .fleq) of one kind on one machine, a looped transformer, all at once.
 
     Exits with 0 where all halted, 3 where one came to the loop limit, 4 where one is corrupt, 2 for a mistake.
@@ -114,8 +147,8 @@ def run_command(
 
     if len(files) > 1 and (traced or picture):
         raise click.UsageError("--trace and --picture are of one program")
-    programs = _load(files, fields, wrap)
-    machine = _machine(programs, dtype, layers, lam, product, kappa, terms)
+    programs = _load(files, fields=fields, formula=formula, wrap=wrap)
+    machine = _machine(programs, options)
     for program in programs:
         check_program(machine, program, max_loops)
     runs = run_programs(machine, programs, max_loops=max_loops, backend=backend)
@@ -141,19 +174,29 @@ def run_command(
 
 
 @click.command("verify")
-@_program
-@_with_settings
-@click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference of a number; default 0 for SUBLEQ, none for FLEQ.")
+@_files
+@_with(*_run_options, *_machine_options)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Largest difference of a number; default 0 for SUBLEQ, none for FLEQ.",
+)
 def verify_command(
-    files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool, max_loops: int, backend: str, dtype: str, layers: int,
-    lam: float | None, product: str, kappa: float | None, terms: int, tolerance: float | None,
-) -> None:  # fmt: skip
+    files: tuple[Path, ...],
+    fields: tuple[str, ...],
+    formula: str | None,
+    wrap: bool,
+    max_loops: int,
+    backend: str,
+    tolerance: float | None,
+    **options: Any,
+) -> None:
     """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
     from looped.programs.machines import check_program
     from looped.programs.verify import verify
 
-    programs = _load(files, fields, wrap)
-    machine = _machine(programs, dtype, layers, lam, product, kappa, terms)
+    programs = _load(files, fields=fields, formula=formula, wrap=wrap)
+    machine = _machine(programs, options)
     equal = True
     for program in programs:
         check_program(machine, program, max_loops)
@@ -166,25 +209,40 @@ def verify_command(
 
 
 @click.command("machine")
-@click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_with_settings
-@click.option("--bits", default=16, show_default=True, type=click.IntRange(2, 63), help="Without a program: word width.")
-@click.option("--address-bits", default=6, show_default=True, type=click.IntRange(2, 20), help="Without a program: of positions.")
+@_files
+@_with(*_machine_options)
+@click.option("--bits", type=click.IntRange(2, 63), help="Without a program: word width; default 16.")
+@click.option("--address-bits", type=click.IntRange(2, 20), help="Without a program: of positions; default 6.")
 @click.option("--json", "as_json", is_flag=True)
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw a command of one program on its way through the layers.")
+@click.option("--loop", default=1, show_default=True, type=click.IntRange(min=1), help="With --picture: which loop.")
 def machine_command(
-    files: tuple[Path, ...], fields: tuple[str, ...], wrap: bool, max_loops: int, backend: str, dtype: str, layers: int,
-    lam: float | None, product: str, kappa: float | None, terms: int, bits: int, address_bits: int, as_json: bool,
-) -> None:  # fmt: skip
-    """Describe the machine that runs these programs, or a SUBLEQ machine: layers, heads, widths, lambda and its bound, limits."""
-    import torch
-
+    files: tuple[Path, ...],
+    bits: int | None,
+    address_bits: int | None,
+    as_json: bool,
+    picture: Path | None,
+    loop: int,
+    **options: Any,
+) -> None:
+    """Describe the machine that runs these programs, or a SUBLEQ machine: layers, heads, widths, lambda, limits."""
     from looped.programs.describe import describe, description_tables
-    from looped.programs.subleq import LAMBDA, SubleqMachine
+    from looped.programs.pictures import draw_layers
+    from looped.programs.subleq import SubleqMachine
+    from looped.programs.subleq_text import assemble_subleq
 
-    if files:
-        machine = _machine(_load(files, fields, wrap), dtype, layers, lam, product, kappa, terms)
-    else:
-        machine = SubleqMachine(bits, address_bits, n_layers=layers, lam=lam or LAMBDA, dtype=getattr(torch, dtype))
+    if files and (bits or address_bits):
+        raise click.UsageError("--bits and --address-bits are of a machine without a program")
+    programs = _load(files) if files else [assemble_subleq("halt", n_bits=bits or 16)]
+    machine = _machine(programs, options)
+    if not files:
+        lam, n_layers = machine.lam_asked, len(machine.layers)
+        machine = SubleqMachine(bits or 16, address_bits or 6, n_layers=n_layers, lam=lam, dtype=machine.dtype)
+    if picture:
+        if len(files) != 1 or not isinstance(machine, SubleqMachine):
+            raise click.UsageError("--picture is of one SUBLEQ program")
+        draw_layers(machine, programs[0], loop, picture)
+        click.echo(f"looped: wrote {picture}", err=True)
     facts = describe(machine)
     if as_json:
         click.echo(json.dumps(facts))

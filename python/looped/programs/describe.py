@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from looped.programs.addresses import least_lambda
 from looped.programs.blocks import MatrixProduct, SigmoidSum
 from looped.programs.fleq import LEAST_LAMBDA, FleqMachine
@@ -20,9 +18,9 @@ def used_sizes(machine: SubleqMachine | FleqMachine) -> list[dict[str, Any]]:
     config = machine.model.config
     assert config.head_dim is not None
     rows = []
-    for layer, block in zip(machine.layers, machine.model.core, strict=True):
-        out: torch.Tensor = block.attn.proj.weight  # type: ignore[union-attr,assignment]
-        down: torch.Tensor = block.mlp.proj.weight  # type: ignore[union-attr,assignment]
+    blocks: Any = machine.model.core
+    for layer, block in zip(machine.layers, blocks, strict=True):
+        out, down = block.attn.proj.weight, block.mlp.proj.weight
         heads = out.reshape(config.d_model, config.n_heads, config.head_dim).abs().amax(dim=(0, 2)) > 0
         rows.append({"layer": layer.name, "heads": int(heads.sum()), "hidden": int((down.abs().amax(dim=0) > 0).sum())})
     return rows

@@ -1,8 +1,8 @@
 """The FLEQ machine: mem[c..] = f(mem[a..], mem[b..]); if mem[flag] <= 0 go to j, else to the next command.
 
 Eight layers with any set of function blocks (Giannou et al., 2023, section 5.2, Theorem 2, which bounds them by 9 plus those of
-the deepest block). A matrix of k columns stands in k neighbouring tokens. Every one of the w scratchpad tokens keeps its own copy
-of the program counter and fetches for itself.
+the deepest block). A matrix of k columns stands in k neighbouring tokens. Each of the w scratchpad tokens keeps its own copy of
+the program counter and fetches for itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from looped.programs.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from looped.model import LoopedTransformer
-    from looped.programs.fleq_text import FleqProgram
+    from looped.programs.fleq_program import FleqProgram
 
 GATE = 8.0  # above every code
 DATA_GATE = 1024.0  # above every number in memory

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from looped.programs.blocks import MatrixProduct
-from looped.programs.fleq_text import MOST_DATA, FleqCommand, FleqProgram, is_whole_or_large
+from looped.programs.fleq_program import MOST_DATA, FleqCommand, FleqProgram
 from looped.programs.source import ProgramError
 
 if TYPE_CHECKING:
@@ -115,4 +115,6 @@ def _power_above(x: float) -> float:
     return 2.0 ** int(np.ceil(np.log2(x)))
 
 
-__all__ = ["MatrixProduct", "apply", "check_ranges", "fleq_states", "run_fleq"]
+def is_whole_or_large(flag: float) -> bool:
+    """Whether the machine reads a flag as the interpreter does: between 0 and 1 a jump would be half taken."""
+    return flag <= 0 or flag >= 1 or math.isclose(flag, 1, rel_tol=1e-6)

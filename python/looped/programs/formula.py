@@ -6,13 +6,12 @@ import ast
 from collections.abc import Mapping
 from typing import NoReturn
 
-from looped.programs.fleq_text import FleqProgram, assemble_fleq
+from looped.programs.fleq_program import FleqProgram
+from looped.programs.fleq_text import assemble_fleq
 from looped.programs.source import Place, ProgramError
 
 NAMED = {"sqrt": "sqrt", "sig": "sig", "inv": "inv", "percent": "perc"}
 MOST_POWER = 64
-
-
 
 
 def formula_text(formula: str, values: Mapping[str, float], *, name: str = "formula") -> str:

@@ -33,9 +33,9 @@ def linear_sgd_text(X: ArrayLike, y: ArrayLike, rate: float, n_epochs: int) -> s
 def network_text(weights: Sequence[ArrayLike], X: ArrayLike, y: ArrayLike, rate: float, n_epochs: int) -> str:
     """SGD with backpropagation for a network of sigmoid layers and one output, with the squared loss (o - y)^2 / 2.
 
-    weights: of every layer, [inputs + 1, outputs], the bias in the last row; the last has one output. X [n, d], y [n]. Vectors are
-    rows, so that `sig` and `emul` work on a whole layer at once. Results: W0 (with its bias), W1, b1, W2, b2, ..., and o, the
-    outputs of a last pass over all rows, as a row.
+    weights: of every layer, [inputs + 1, outputs], the bias in the last row; the last has one output. X [n, d], y [n].
+    Vectors are rows, so that `sig` and `emul` work on a whole layer at once. Results: W0 (with its bias), W1, b1, W2, b2, ...,
+    and o, the outputs of a last pass over all rows, as a row.
     """
     Ws = [np.asarray(W, dtype=np.float64) for W in weights]
     X, y = np.asarray(X, dtype=np.float64), np.asarray(y, dtype=np.float64).reshape(-1)
@@ -63,7 +63,11 @@ def _forward(i: int, n_layers: int, out: str) -> list[str]:
         if layer == 0:
             lines.append(f"mm h0, xc{i}, W0")
         else:
-            lines += [f"transpose at{layer}, a{layer}", f"mm h{layer}, at{layer}, W{layer}", f"add h{layer}, h{layer}, b{layer}"]
+            lines += [
+                f"transpose at{layer}, a{layer}",
+                f"mm h{layer}, at{layer}, W{layer}",
+                f"add h{layer}, h{layer}, b{layer}",
+            ]
         lines.append(f"sig {target}, h{layer}")
     return lines
 

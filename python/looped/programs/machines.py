@@ -11,7 +11,8 @@ import torch
 from looped.programs.addresses import bits_for
 from looped.programs.fleq import FUNCTION_NAMES, Blocks, FleqMachine
 from looped.programs.fleq_plain import check_ranges
-from looped.programs.fleq_text import FleqProgram, read_fleq
+from looped.programs.fleq_program import FleqProgram
+from looped.programs.fleq_text import read_fleq
 from looped.programs.minsky import translate_minsky
 from looped.programs.subleq import SubleqMachine
 from looped.programs.subleq_text import SubleqProgram, read_subleq
@@ -45,8 +46,8 @@ def machine_for(
 ) -> Any:
     """The smallest machine that takes all these programs, which must be of one kind.
 
-    n_layers: of a SUBLEQ machine. blocks: of a FLEQ machine; default the functions that the programs use. The other parameters are
-    those of `SubleqMachine` and `FleqMachine`. Raises ValueError for programs that no machine takes together.
+    n_layers: of a SUBLEQ machine. blocks: of a FLEQ machine; default the functions that the programs use. The other parameters
+    are those of `SubleqMachine` and `FleqMachine`. Raises ValueError for programs that no machine takes together.
     """
     if not programs:
         raise ValueError("machine_for: there is no program")

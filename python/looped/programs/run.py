@@ -67,8 +67,8 @@ class Outcome(str, Enum):
 class Run:
     """What became of a program.
 
-    steps: loops until the last state was first reached, which is the number of commands run. n_loops: loops of the engine, the one
-    that confirms a halt included. pc: the command that comes next. memory: [cells], or [D, columns] of a FLEQ machine.
+    steps: loops until the last state was first reached, which is the number of commands run. n_loops: loops of the engine, the
+    one that confirms a halt included. pc: the command that comes next. memory: [cells], or [D, columns] of a FLEQ machine.
     """
 
     program: Any
@@ -112,8 +112,8 @@ def run_programs(
 ) -> list[Run]:
     """Run programs of any lengths on one machine, all at once.
 
-    A halted program is a fixed point of the machine, so the rule `exact` of `looped.solve` ends each at its own halt, and what has
-    ended costs nothing. Results are, to the bit, those of runs alone on the fused backends.
+    A halted program is a fixed point of the machine, so the rule `exact` of `looped.solve` ends each at its own halt, and
+    what has ended costs nothing. Results are, to the bit, those of runs alone on the fused backends.
 
     Raises ValueError for a program that the machine does not take, naming it, or a backend that does not carry its numbers.
     """
@@ -131,9 +131,7 @@ def run_programs(
     ]
 
 
-def _outcome(
-    machine: Machine, program: Any, state: Tensor, n_loops: int, status: int, max_loops: int, backend: str
-) -> Run:
+def _outcome(machine: Machine, program: Any, state: Tensor, n_loops: int, status: int, max_loops: int, backend: str) -> Run:
     if status == Status.NONFINITE:
         memory = np.full_like(machine.decode(machine.encode(program), program).memory, 0)
         return Run(program, Outcome.CORRUPT, n_loops, n_loops, -1, memory, backend)

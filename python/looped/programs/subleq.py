@@ -216,7 +216,10 @@ class SubleqMachine:
             layer.clear(target)
             for sign in (1.0, -1.0):
                 layer.unit({jump: sign, flag: 1.0, one: -1.0}, 0.0, {target: sign})
-                layer.unit({following: sign, flag: -1.0}, 0.0, {target: sign})
+            # The command that follows was counted from a counter that may be off: -1 or 1 for anything nearer to it than 1/2.
+            layer.unit({following: 2.0, flag: -4.0, one: 1.0}, 0.0, {target: 1.0})
+            layer.unit({following: 2.0, flag: -4.0, one: -1.0}, 0.0, {target: -1.0})
+            layer.unit({one: 1.0, flag: -1.0}, 0.0, {target: -1.0})
 
     def _correct(self, layer: Layer) -> None:
         for name in ("MEM", "PC"):

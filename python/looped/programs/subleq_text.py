@@ -244,7 +244,9 @@ class _Assembler:
             return zero, zero + 1, self.end  # a jump to the end that changes nothing
         a, b = self._cell(operands[0], zero), self._cell(operands[1], zero)
         if b >= zero:
-            operands[1].refuse(f"{operands[1].text!r} is one of the constant cells ZERO and MINUS_ONE, which no command may write")
+            operands[1].refuse(
+                f"{operands[1].text!r} is one of the constant cells ZERO and MINUS_ONE, which no command may write"
+            )
         return a, b, self._jump(operands[2]) if len(operands) == 3 else i + 1
 
     def _cell(self, word: Word, zero: int) -> int:

@@ -45,8 +45,8 @@ def verify(
 ) -> Verification:
     """Compare the command that comes next and all memory at the start and after every loop.
 
-    tolerance: how far numbers may be apart: default 0 for SUBLEQ, whose words are whole, and no limit for FLEQ, where the largest
-    error is reported and only the path through the program must be the same.
+    tolerance: how far numbers may be apart: default 0 for SUBLEQ, whose words are whole, and no limit for FLEQ, where the
+    largest error is reported and only the path through the program must be the same.
     """
     exact = program.kind == "subleq"
     limit = (0.0 if exact else np.inf) if tolerance is None else tolerance
