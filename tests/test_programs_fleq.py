@@ -33,10 +33,10 @@ def product(form, power, sink):
 
 
 def matrix_of_condition(n, condition, seed=0):
-    """Random, with singular values from sqrt(condition) down to 1 / sqrt(condition)."""
+    """Random, with singular values from `condition` down to 1: its inverse, which products are of, has entries up to 1."""
     rng = np.random.default_rng(seed)
     U, V = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
-    return U @ np.diag(np.geomspace(condition**0.5, condition**-0.5, n)) @ V
+    return U @ np.diag(np.geomspace(condition, 1, n)) @ V
 
 
 def run_one(program, backend, dtype, blocks=None, **options):
@@ -165,7 +165,7 @@ INVERSES = [
     (F64, 4, 10, product("richardson", 8, 4), 6.9e-13),
     (F32, 4, 10, product("pair", 6, 2), 1.1e-4),
     (F32, 4, 10, product("richardson", 3, 4), 8.5e-6),
-    (F64, 4, 12, product("single", 24, 20), 7.0e-8),
+    (F64, 4, 12, product("single", 23, 18), 7.0e-8),
     (F32, 4, 12, product("single", 10, 8), 1.1e-3),
     (F64, 8, 12, product("pair", 16, 4), 4.5e-11),
     (F32, 8, 12, product("pair", 7, 4), 5.2e-5),
@@ -288,8 +288,9 @@ def test_gauss_seidel(backend, dtype):
 def test_qr(dtype):
     A = matrix_of_condition(3, 3, seed=2)
     program = assemble_fleq(qr_text(A))
-    run, _ = run_one(program, "cpu", dtype)
-    tolerance = 1e-8 if dtype == F64 else 5e-4
+    how = product("pair", 16, 4) if dtype == F64 else product("pair", 7, 2)
+    run, _ = run_one(program, "cpu", dtype, Blocks(("mm", "add", "sub"), product=how))
+    tolerance = 1e-8 if dtype == F64 else 1e-3
     assert np.abs(run["Q"].T @ run["Q"] - np.eye(3)).max() < tolerance
     assert np.abs(run["Q"] @ run["R"] - A).max() < tolerance
     assert np.abs(np.tril(run["R"], -1)).max() < tolerance
