@@ -2,10 +2,10 @@
 
     python benches/programs.py [--programs 4096] [--rounds 3] [--threads 1] [--dtype float32] [--most 6] [--json OUT]
 
-A machine of 16 bits multiplies by factors from 0 to --most, so that programs halt at different loops; finished ones cost nothing
-on eager and cpu alike. Beside them stands a NumPy step of the same weights, which does what a reader of the paper would write:
-every layer in full, over the programs still running; of many programs it runs the first 256. Ways take turns in each round;
-printed are medians, and the ratio to eager. A command is a loop of one program.
+A machine of 16 bits multiplies by factors from 0 to --most, so that programs halt at different loops; finished ones cost
+nothing on eager and cpu alike. Beside them stands a NumPy step of the same weights, which does what a reader of the paper would
+write: every layer in full, over the programs still running; of many programs it runs the first 256. Ways take turns in each
+round; printed are medians, and the ratio to eager. A command is a loop of one program.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main() -> None:
         parser.error(f"this bench is of the C++ engine: {cpu.describe()}")
     torch.set_num_threads(options.threads)
     base = assemble_subleq(SOURCE)
-    programs = [base.with_values({"x": i % 97, "y": i * 5 % (options.most + 1)}) for i in range(options.programs)]
+    programs = [base.with_values({"x": i % 97, "y": i % (options.most + 1)}) for i in range(options.programs)]
     machine = machine_for(programs, dtype=getattr(torch, options.dtype))
     layers, scale = numpy_weights(machine)
     rows = []

@@ -36,8 +36,12 @@ void note_used_rows(PackedMatrix<T>& packed, size_t panel) {
 template <class T>
 PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
     const size_t n_columns = column_of(linear, linear.n_out - 1, panel) + 1, n_panels = (n_columns + panel - 1) / panel;
-    PackedMatrix<T> packed{linear.n_in, linear.n_gated ? n_panels * panel : linear.n_out,
-                           AlignedArray<T>(n_panels * panel * linear.n_in), AlignedArray<T>(n_panels * panel)};
+    PackedMatrix<T> packed{linear.n_in,
+                           linear.n_gated ? n_panels * panel : linear.n_out,
+                           AlignedArray<T>(n_panels * panel * linear.n_in),
+                           AlignedArray<T>(n_panels * panel),
+                           {},
+                           {}};
     for (size_t n = 0; n < linear.n_out; ++n) {
         const double scale = n < linear.n_scaled ? linear.scale : 1.0;
         const auto row = linear.weight.subspan(n * linear.n_in, linear.n_in);

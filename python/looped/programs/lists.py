@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def sort_text(values: Sequence[int], n_bits: int = 16) -> str:
     """Bubble sort: `list` ends in rising order. Differences of two words must fit a word."""
     n = len(values)
-    lines = [f".bits {n_bits}", f"list: {' '.join(map(str, values))}", "d: 0", "t: 0", "u: 0", "nothing: 0"]
+    lines = [f".bits {n_bits}", f"list: {' '.join(map(str, values))}", "d: 0", "t: 0"]
     for last in range(n - 1, 0, -1):
         for i in range(last):
             a, b, skip = f"list+{i}", f"list+{i + 1}", f"skip_{last}_{i}"
