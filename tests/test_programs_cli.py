@@ -14,8 +14,8 @@ from looped.programs.fleq import Blocks, FleqMachine
 from looped.programs.machines import machine_for, read_program
 from looped.programs.pictures import draw_layers, layer_states
 from looped.programs.subleq import SubleqMachine
-from looped.programs.trace import trace
-from looped.programs.verify import Difference, verify
+from looped.programs.tracing import trace
+from looped.programs.verification import Difference, verify
 
 
 def looped(*arguments, code=0):

@@ -21,7 +21,7 @@ from looped.programs.learning import linear_sgd_text, network_text, sgd_network
 from looped.programs.machines import check_program, machine_for, read_program
 from looped.programs.run import Outcome, run_programs
 from looped.programs.source import ProgramError
-from looped.programs.verify import verify
+from looped.programs.verification import verify
 
 F64, F32 = torch.float64, torch.float32
 NAMES = ["eager", "cpu"] if cpu.is_there() else ["eager"]
@@ -407,6 +407,8 @@ def test_programs_that_do_not_fit_are_refused():
             run_programs(machine, [program])
     with pytest.raises(ValueError, match="the Triton kernels multiply in bf16, tf32 or bf16x3"):
         run_programs(machine_for([program]), [program], backend="triton")
+    with pytest.raises(ValueError, match="the Triton kernels multiply in bf16, tf32 or bf16x3"):
+        verify(machine_for([program]), program, backend="triton")
     for blocks, message in [(("mm", "mm"), "stands twice"), (("mul",), "'mul' is not one of")]:
         with pytest.raises(ValueError, match=message):
             Blocks(blocks)

@@ -18,7 +18,7 @@ from looped.programs.run import Outcome, run_programs
 from looped.programs.subleq import SubleqMachine
 from looped.programs.subleq_plain import run_subleq, subleq_states
 from looped.programs.subleq_text import assemble_subleq
-from looped.programs.verify import verify
+from looped.programs.verification import verify
 
 BACKENDS = ["eager", pytest.param("cpu", marks=pytest.mark.skipif(not cpu.is_there(), reason="no C++ engine here"))]
 DTYPES = [torch.float64, torch.float32]

@@ -9,20 +9,15 @@ import numpy as np
 from looped.programs.circuit import Layer, Terms, merged
 
 
-def code(position: int, n_bits: int) -> np.ndarray:
-    """The bits of a position as -1 and 1, the lowest first."""
-    return np.where((position >> np.arange(n_bits)) & 1, 1.0, -1.0)
-
-
 def codes(n: int, n_bits: int) -> np.ndarray:
-    """[n, n_bits], the codes of positions 0 .. n - 1; that of position 0, the scratchpad, is the zero vector."""
+    """[n, n_bits], the bits of positions 0 .. n - 1 as -1 and 1, the lowest first; position 0, the scratchpad, has zeros."""
     table = np.where((np.arange(n)[:, None] >> np.arange(n_bits)) & 1, 1.0, -1.0)
     table[:1] = 0.0
     return table
 
 
 def position(bits: np.ndarray) -> np.ndarray:
-    """The inverse of `code`, over the last axis."""
+    """The inverse of `codes`, over the last axis."""
     return ((np.asarray(bits) > 0) * (1 << np.arange(bits.shape[-1], dtype=np.int64))).sum(axis=-1)
 
 

@@ -133,11 +133,10 @@ def moved(source: range, target: range) -> list[tuple[Terms, Terms]]:
     return [({a: 1.0}, {b: 1.0}) for a, b in zip(source, target, strict=True)]
 
 
-def sizes_of(layers: Sequence[Layer], multiple: int = 1) -> tuple[int, int, int]:
+def sizes_of(layers: Sequence[Layer]) -> tuple[int, int, int]:
     """n_heads, head_dim and d_ff that hold all layers."""
     heads = [head for layer in layers for head in layer.heads]
     head_dim = max(max(len(head.query), len(head.moves)) for head in heads)
-    head_dim = -(-head_dim // multiple) * multiple
     return max(len(layer.heads) for layer in layers), head_dim, max(len(layer.units) for layer in layers)
 
 

@@ -143,7 +143,7 @@ def run_command(
     """
     from looped.programs.machines import check_program
     from looped.programs.run import run_programs
-    from looped.programs.trace import trace, trace_table
+    from looped.programs.tracing import trace, trace_table
 
     if len(files) > 1 and (traced or picture):
         raise click.UsageError("--trace and --picture are of one program")
@@ -193,7 +193,7 @@ def verify_command(
 ) -> None:
     """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
     from looped.programs.machines import check_program
-    from looped.programs.verify import verify
+    from looped.programs.verification import verify
 
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)

@@ -10,7 +10,7 @@ from looped.programs.fleq import LEAST_LAMBDA, FleqMachine
 from looped.programs.subleq import CHUNK_BITS, SubleqMachine
 
 # Giannou et al. (2023), Table 1 and Theorem 4: layers and heads.
-PAPER = {"subleq": (9, "2"), "calculator": (12, "m"), "algebra": (13, "1"), "learning": (13, "1")}
+PAPER = {"subleq": (9, "2"), "calculator": (12, "m"), "algebra and learning": (13, "1")}
 
 
 def used_sizes(machine: SubleqMachine | FleqMachine) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def describe(machine: SubleqMachine | FleqMachine) -> dict[str, Any]:
     for name, block in sums.items():
         if name in machine.blocks.names:
             facts[name] = {"terms": block.m, "range": [block.lo, block.hi], "relative_error": block.error}
-    facts["paper"] = PAPER["calculator" if {"inv", "sqrt"} & set(machine.blocks.names) else "algebra"]
+    facts["paper"] = PAPER["calculator" if {"inv", "sqrt"} & set(machine.blocks.names) else "algebra and learning"]
     return facts
 
 

@@ -339,7 +339,7 @@ class FleqMachine:
 
     def decode(self, states: Tensor, program: FleqProgram) -> Snapshot:
         """What states [..., n, d] hold: the command next, and memory [..., D, columns], D the program's width."""
-        values = states.double().numpy()
+        values = states.double().cpu().numpy()
         first_command = self.first_cell + program.memory.shape[1]
         counters = values[..., : self.width, :][..., self.layout["PC"]]
         memory = values[..., self.first_cell : first_command, :][..., self.layout["MEM"][: len(program.memory)]]

@@ -119,16 +119,24 @@ def run_programs(
     """
     if max_loops < 1:
         raise ValueError(f"run_programs: max_loops={max_loops} must be at least 1")
-    reason = machine.why_not_backend(backend)
-    if reason is not None:
-        raise ValueError(f"run_programs: {reason}")
-    prompts = [machine.encode(program) for program in programs]
+    backend, device = _placed(machine, backend)
+    prompts = [machine.encode(program).to(device) for program in programs]
     result = engine.solve(machine.model, prompts, n_loops=max_loops, exit=Exact(), backend=backend, progress=progress)
     assert isinstance(result.y, list)
     return [
         _outcome(machine, program, state, int(n_loops), int(status), max_loops, result.backend)
         for program, state, n_loops, status in zip(programs, result.y, result.n_loops, result.status, strict=True)
     ]
+
+
+def _placed(machine: Machine, backend: str) -> tuple[str, torch.device]:
+    """The backend to ask for, and where the weights are. Raises ValueError for one that does not carry its numbers."""
+    reason, device = machine.why_not_backend(backend), next(machine.model.parameters()).device
+    if reason is not None:
+        raise ValueError(f"run_programs: {reason}")
+    if backend == "auto" and device.type == "cuda" and machine.why_not_backend("triton"):
+        backend = "eager"
+    return backend, device
 
 
 def _outcome(machine: Machine, program: Any, state: Tensor, n_loops: int, status: int, max_loops: int, backend: str) -> Run:
@@ -153,7 +161,8 @@ def snapshots(
 
     Ends after the loop that confirms a halt, or max_loops.
     """
-    prompt = machine.encode(program)
+    backend, device = _placed(machine, backend)
+    prompt = machine.encode(program).to(device)
     first = machine.decode(prompt, program)
     yield int(first.pc), first.memory, float(first.off_grid)
     state: LoopState | None = None

@@ -263,7 +263,7 @@ class SubleqMachine:
 
     def decode(self, states: Tensor, program: SubleqProgram) -> Snapshot:
         """What states [..., n, d] hold: the command next, and all words."""
-        values = states[..., : program.n_tokens, :].double().numpy()
+        values = states[..., : program.n_tokens, :].double().cpu().numpy()
         counter = values[..., 0, self.layout["PC"]]
         memory = values[..., 1 : program.first_command, self.layout["MEM"]]
         weights = [1 << i for i in range(self.n_bits - 1)] + [-(1 << (self.n_bits - 1))]
