@@ -206,7 +206,17 @@ def test_narrow_and_wide_words(n_bits, dtype):
         f".bits {n_bits}\na: {half - 1}\nb: {-half}\nc: {-half}\nd: 0\nsubleq a b\nsubleq c d\nsubleq c c\nsubleq b b\nhalt"
     )
     machine = machine_for([program], dtype=dtype)
-    result = verify(machine, program, max_loops=20)
+    result = verify(machine, program, max_loops=20, backend="eager" if n_bits == 24 else "auto")
+    assert result.is_equal, str(result.difference)
+    assert result.halted
+
+
+@pytest.mark.parametrize(("n_bits", "n_layers"), [(15, 9), (5, 5)])
+def test_whole_numbers_survive_bfloat16(n_bits, n_layers):
+    source = (EXAMPLES / "divide.subleq").read_text().replace("x: 47", "x: 13")
+    program = assemble_subleq(source, n_bits=n_bits)
+    machine = machine_for([program], dtype=torch.bfloat16, n_layers=n_layers)
+    result = verify(machine, program, max_loops=60, backend="eager")
     assert result.is_equal, str(result.difference)
     assert result.halted
 
