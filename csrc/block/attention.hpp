@@ -1,6 +1,8 @@
 // Attention of one prompt, head by head: scores of a tile of queries, softmax in place, weighted values.
 #pragma once
 
+#include <algorithm>
+
 #include "block/tile.hpp"
 #include "block/token_wise.hpp"
 #include "simd/transpose.hpp"
@@ -73,7 +75,7 @@ void attend(const Attention<typename V::Scalar>& job) noexcept {
     const size_t d = job.head_dim, all_heads = job.n_heads * d;
     Lookout lookout(job.stop);
     bool is_stopped = false;
-    for (size_t head = 0; head < job.n_heads && !is_stopped; ++head) {
+    for (size_t head = 0; head < std::min(job.n_heads, job.n_working) && !is_stopped; ++head) {
         const Rows<const T> queries = job.qkv.from_column(head * d);
         Rows<const T> keys = job.qkv.between(0, n_tokens).from_column(all_heads + head * d);
         keys.width = d;

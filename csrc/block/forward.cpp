@@ -44,7 +44,9 @@ void Forward<T>::multiply(Rows<const T> a, const PackedMatrix<T>& w, Rows<T> out
                              .out = out,
                              .adds_to_out = adds_to_out,
                              .activation = activation,
-                             .stop = &stop_});
+                             .stop = &stop_,
+                             .used = w.used_ends.empty() ? nullptr : w.used_rows(),
+                             .used_ends = w.used_ends.data()});
 }
 
 template <class T>
@@ -58,7 +60,7 @@ Rows<const T> Forward<T>::normed(Rows<T> x, Share share) const noexcept {
 
 template <class T>
 void Forward<T>::make_queries(const Layer<T>& layer, Rows<T> x, Share share, Rows<T> qkv) const noexcept {
-    multiply(normed(x, share), layer.qkv, qkv.between(share.begin, share.end));
+    if (layer.n_working) multiply(normed(x, share), layer.qkv, qkv.between(share.begin, share.end));
 }
 
 template <class T>
@@ -66,16 +68,19 @@ void Forward<T>::finish_layer(const Layer<T>& layer, Rows<T> x, Share share, Row
     const Shape& shape = model_.shape;
     const auto own = [&](const Matrix<T>& all) { return all.rows(x.n_rows).between(share.begin, share.end); };
     const Rows<T> moving = x.between(share.begin, share.end);
-    model_.kernels->attend({.qkv = qkv,
-                            .first = share.begin,
-                            .end = share.end,
-                            .n_heads = shape.n_heads,
-                            .head_dim = shape.head_dim,
-                            .is_causal = shape.is_causal,
-                            .out = attended_.rows(x.n_rows),
-                            .keys = keys_[member].rows(shape.head_dim),
-                            .scores = scores_[member].rows(model_.kernels->tile_rows),
-                            .stop = &stop_});
+    if (layer.n_working) {
+        model_.kernels->attend({.qkv = qkv,
+                                .first = share.begin,
+                                .end = share.end,
+                                .n_heads = shape.n_heads,
+                                .head_dim = shape.head_dim,
+                                .n_working = layer.n_working,
+                                .is_causal = shape.is_causal,
+                                .out = attended_.rows(x.n_rows),
+                                .keys = keys_[member].rows(shape.head_dim),
+                                .scores = scores_[member].rows(model_.kernels->tile_rows),
+                                .stop = &stop_});
+    }
     multiply(own(attended_), layer.proj, moving, true);
     multiply(normed(x, share), layer.fc, own(hidden_), false, shape.activation);
     multiply(own(hidden_), layer.down, moving, true);

@@ -32,6 +32,9 @@ struct Product {
     bool adds_to_out;
     Activation activation;
     StopRequest* stop = nullptr;
+    // Of weights that are mostly zero: the rows of each panel that are not, those of panel p from used[used_ends[p - 1]] on.
+    const std::uint32_t* used = nullptr;
+    const size_t* used_ends = nullptr;
 };
 
 // Attention of the tokens from `first` up to `end` over all tokens, or over those up to their own where `is_causal`. The queries
@@ -42,6 +45,7 @@ struct Attention {
     size_t first, end;
     size_t n_heads;
     size_t head_dim;
+    size_t n_working = size_t(-1);  // heads that attend, the first ones; what the others would write is left as it was
     bool is_causal;
     Rows<T> out;         // [T, H head_dim]; rows from `first` up to `end` are written
     Rows<T> keys;        // scratch [head_dim, T rounded up to panels]: keys of one head, transposed

@@ -21,6 +21,7 @@ struct Tile {
     const T* row_scale = nullptr;  // or: multiplies row r
     bool adds_to_out = false;
     Activation activation = Activation::none;  // silu_gated is left to `product`
+    const std::uint32_t* used = nullptr;       // where it skips zeros: the `depth` values of k that count
 };
 
 template <class V, Activation activation>
@@ -41,7 +42,7 @@ LOOPED_INLINE void activate(const Tile<typename V::Scalar>& tile) {
     }
 }
 
-template <class V, int n_rows, int n_vectors>
+template <class V, int n_rows, int n_vectors, bool skips_zeros>
 void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
     using T = typename V::Scalar;
     constexpr int group = 3;  // rows that share a base address: base, base + stride, base + 2 stride are free on x86
@@ -55,14 +56,19 @@ void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
     const T* b = tile.b;
     const size_t stride = tile.a_stride, b_stride = tile.b_stride;
 
-    for (size_t k = 0; k < tile.depth; ++k) {
+    for (size_t i = 0; i < tile.depth; ++i) {
+        size_t k = i;
+        if constexpr (skips_zeros) {
+            k = tile.used[i];
+            b = tile.b + k * b_stride;
+        }
         V column[n_vectors];
         simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { column[c] = V::load(b + c * V::width); });
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
             V x = V::broadcast(a[r / group][size_t(r % group) * stride + k]);
             simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::fma(x, column[c], sum[r][c]); });
         });
-        b += b_stride;
+        if constexpr (!skips_zeros) b += b_stride;
     }
 
     const auto store = [&](auto finish) __attribute__((always_inline)) {
@@ -92,10 +98,10 @@ void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
 }
 
 // compute_tile for a number of rows that is known at run time: tile_of<V, n_vectors>[n_rows - 1].
-template <class V, int n_vectors>
+template <class V, int n_vectors, bool skips_zeros = false>
 inline constexpr auto tile_of = []<int... I>(std::integer_sequence<int, I...>) {
     using Function = void (*)(const Tile<typename V::Scalar>&) noexcept;
-    return std::array<Function, sizeof...(I)>{&compute_tile<V, I + 1, n_vectors>...};
+    return std::array<Function, sizeof...(I)>{&compute_tile<V, I + 1, n_vectors, skips_zeros>...};
 }(std::make_integer_sequence<int, V::tile_rows>{});
 
 // Rows in tiles of nearly one size, so that the last is not thin: body(first row, rows of the tile).
@@ -129,6 +135,8 @@ void product(const Product<typename V::Scalar>& job) noexcept {
     alignas(64) T gates_and_units[V::tile_rows * panel];
     for (size_t column = 0; column < job.n_columns; column += panel) {
         const bool is_narrow = job.n_columns - column <= size_t(V::width);
+        const size_t p = column / panel, used_begin = job.used && p ? job.used_ends[p - 1] : 0;
+        const size_t n_used = job.used ? job.used_ends[p] - used_begin : depth;
         for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
             const Rows<T> out = is_gated ? Rows<T>{gates_and_units, rows, panel, panel}
                                          : Rows<T>{job.out.row(first) + column, rows, panel, job.out.stride};
@@ -137,17 +145,22 @@ void product(const Product<typename V::Scalar>& job) noexcept {
                 .a_stride = job.a.stride,
                 .b = job.panels + column * depth,
                 .b_stride = panel,
-                .depth = depth,
+                .depth = n_used,
                 .out = out.first,
                 .out_stride = out.stride,
                 .bias = job.bias + column,
                 .adds_to_out = job.adds_to_out,
                 .activation = job.activation,
+                .used = job.used + used_begin,
             };
-            is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+            if (job.used) {
+                is_narrow ? tile_of<V, 1, true>[rows - 1](tile) : tile_of<V, 2, true>[rows - 1](tile);
+            } else {
+                is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+            }
             if (is_gated) gate_units<V>(out, job.out.from_row(first).from_column(column / 2));
         });
-        if (lookout.sees_stop_after(job.a.n_rows * depth * panel)) return;
+        if (lookout.sees_stop_after(job.a.n_rows * (n_used + 1) * panel)) return;
     }
 }
 

@@ -16,12 +16,32 @@ size_t column_of(const Linear<T>& linear, size_t row, size_t panel) {
     return unit / half * panel + (is_gate ? 0 : half) + unit % half;
 }
 
+template <class T>
+void note_used_rows(PackedMatrix<T>& packed, size_t panel) {
+    const size_t size = panel * packed.n_in, n_panels = size ? packed.panels.size() / size : 0;
+    for (size_t p = 0; p < n_panels; ++p) {
+        for (size_t k = 0; k < packed.n_in; ++k) {
+            const T* row = packed.panels.data() + p * size + k * panel;
+            if (std::any_of(row, row + panel, [](T value) { return value != T(0); })) packed.used.push_back(std::uint32_t(k));
+        }
+        packed.used_ends.push_back(packed.used.size());
+    }
+    if (2 * packed.used.size() > n_panels * packed.n_in) {
+        packed.used = {};
+        packed.used_ends = {};
+    }
+}
+
 // (scale W gain) x + scale (W shift + b), folded in double before rounding.
 template <class T>
 PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
     const size_t n_columns = column_of(linear, linear.n_out - 1, panel) + 1, n_panels = (n_columns + panel - 1) / panel;
-    PackedMatrix<T> packed{linear.n_in, linear.n_gated ? n_panels * panel : linear.n_out,
-                           AlignedArray<T>(n_panels * panel * linear.n_in), AlignedArray<T>(n_panels * panel)};
+    PackedMatrix<T> packed{linear.n_in,
+                           linear.n_gated ? n_panels * panel : linear.n_out,
+                           AlignedArray<T>(n_panels * panel * linear.n_in),
+                           AlignedArray<T>(n_panels * panel),
+                           {},
+                           {}};
     for (size_t n = 0; n < linear.n_out; ++n) {
         const double scale = n < linear.n_scaled ? linear.scale : 1.0;
         const auto row = linear.weight.subspan(n * linear.n_in, linear.n_in);
@@ -35,6 +55,7 @@ PackedMatrix<T> pack(const Linear<T>& linear, size_t panel) {
         }
         packed.bias.data()[place] = T(bias * scale);
     }
+    note_used_rows(packed, panel);
     return packed;
 }
 
@@ -66,8 +87,13 @@ Layer<T> pack_layer(const Shape& shape, const std::string& prefix, const WeightS
     qkv.scale = std::numbers::log2e / std::sqrt(double(shape.head_dim));
     Linear<T> fc = linear("mlp.fc", C, (shape.is_gated() ? 2 : 1) * shape.d_ff, "norm_2");
     fc.n_gated = shape.is_gated() ? shape.d_ff : 0;
-    return {pack(qkv, panel), pack(linear("attn.proj", A, C, ""), panel), pack(fc, panel),
-            pack(linear("mlp.proj", shape.d_ff, C, ""), panel)};
+    Layer<T> layer{pack(qkv, panel), pack(linear("attn.proj", A, C, ""), panel), pack(fc, panel),
+                   pack(linear("mlp.proj", shape.d_ff, C, ""), panel), shape.n_heads};
+    if (!shape.is_causal && !layer.proj.used_ends.empty()) {
+        const auto& used = layer.proj.used;
+        layer.n_working = used.empty() ? 0 : std::ranges::max(used) / shape.head_dim + 1;
+    }
+    return layer;
 }
 
 }  // namespace

@@ -55,6 +55,16 @@ template <class T>
 struct PackedMatrix {
     size_t n_in = 0, n_out = 0;
     AlignedArray<T> panels, bias;
+    // Where at most half of the rows of all panels hold anything, as in a machine built by hand: which these are. A zero times a
+    // number is 0, so the sums are the same to the bit; times NaN it is NaN, which other features of the token still tell.
+    std::vector<std::uint32_t> used;
+    std::vector<size_t> used_ends;
+
+    // Never null: of weights that are all zero there is a list of no rows.
+    const std::uint32_t* used_rows() const {
+        static constexpr std::uint32_t none = 0;
+        return used.empty() ? &none : used.data();
+    }
 };
 
 // What is packed: y = scale (W (gain * x + shift) + b), with `scale` for the first n_scaled outputs and 1 for the others.
@@ -75,6 +85,7 @@ PackedMatrix<T> pack(const Linear<T>& linear, size_t panel);
 template <class T>
 struct Layer {
     PackedMatrix<T> qkv, proj, fc, down;  // the norms' affine maps are folded into qkv and fc, the softmax's scale into the queries
+    size_t n_working = 0;                 // heads up to the last whose output counts; all, where masks or dense weights want them
 };
 
 template <class T>

@@ -116,6 +116,37 @@ TEST_CASE_TEMPLATE("a row's bits do not depend on the tile it falls into", T, fl
     }
 }
 
+TEST_CASE_TEMPLATE("weights that are mostly zero give the bits of all their rows", T, float, double) {
+    const block::Kernels<T>& kernels = simd::kernels<T>();
+    const size_t K = 50, M = kernels.tile_rows + 3;
+    for (size_t N : {size_t(3), kernels.panel, 2 * kernels.panel + 5}) {
+        for (int share : {0, 20, 45, 100}) {  // percent of the weights that are not zero
+            Dice dice(N + size_t(share));
+            std::vector<T> w(N * K), b(N);
+            for (size_t n = 0; n < N; ++n) {
+                b[n] = T(dice.roll());
+                for (size_t k = 0; k < K; ++k) w[n * K + k] = int(k * 37 % 100) < share ? T(dice.roll()) : T(0);
+            }
+            const auto packed_rows = block::pack<T>({.weight = w, .bias = b, .n_in = K, .n_out = N, .gain = {}, .shift = {}},
+                                                    kernels.panel);
+            CHECK(packed_rows.used_ends.empty() == (share == 100));
+            const Matrix<T> a = random_rows<T>(M, K, 3), all(M, N), used(M, N);
+            for (bool skips : {false, true}) {
+                kernels.product({.a = a.rows(M),
+                                 .panels = packed_rows.panels.data(),
+                                 .bias = packed_rows.bias.data(),
+                                 .n_columns = N,
+                                 .out = (skips ? used : all).rows(M),
+                                 .adds_to_out = false,
+                                 .activation = Activation::relu,
+                                 .used = skips && share < 100 ? packed_rows.used_rows() : nullptr,
+                                 .used_ends = packed_rows.used_ends.data()});
+            }
+            for (size_t i = 0; i < M; ++i) CHECK(std::memcmp(all.rows(M).row(i), used.rows(M).row(i), N * sizeof(T)) == 0);
+        }
+    }
+}
+
 TEST_CASE_TEMPLATE("attention, causal and full, of any tokens", T, float, double) {
     const block::Kernels<T>& kernels = simd::kernels<T>();
     for (size_t d : {1, 3, 5, 8, 16, 17, 48}) {

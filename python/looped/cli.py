@@ -1,4 +1,4 @@
-"""The command line: `looped eval`, `looped bench`, `looped train`, `looped info`."""
+"""The command line: `looped eval`, `looped bench`, `looped train`, `looped info`, and those of looped.programs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from looped.programs.commands import add_to as add_program_commands
 
 ERROR_CODE = 2  # of bad use
 
@@ -489,6 +491,8 @@ def _use_threads(threads: int | None) -> None:
 
         torch.set_num_threads(threads)
 
+
+add_program_commands(main)
 
 if __name__ == "__main__":
     main()

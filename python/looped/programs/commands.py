@@ -1,0 +1,251 @@
+"""The command line of programs: `looped run`, `looped verify`, `looped machine`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+EXIT_CODES = {"halted": 0, "loop limit": 3, "corrupt": 4}
+Options = dict[str, Any]
+
+_files = click.argument("files", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_machine_options = [
+    click.option("--dtype", default="float64", show_default=True, type=click.Choice(["float64", "float32"])),
+    click.option("--lambda", "lam", type=float, help="Sharpness of attention; default 12 (SUBLEQ), 80 (FLEQ)."),
+    click.option("--layers", type=click.Choice(["9", "5"]), help="SUBLEQ: layers; default 9."),
+    click.option(
+        "--product",
+        type=click.Choice(["single", "pair", "richardson"]),
+        help="FLEQ: the form of the matrix product; default pair.",
+    ),
+    click.option("--kappa", type=float, help="FLEQ: scale of products, at least twice the largest; default by precision."),
+    click.option("--terms", type=click.IntRange(2, 512), help="FLEQ: heads of inv, and of sqrt; default 32."),
+]
+_run_options = [
+    click.option("--set", "fields", multiple=True, metavar="NAME=VALUE", help="First value: x=7, list=5,3,9, A=[[1,2],[3,4]]."),
+    click.option("--formula", help="In place of a file: an expression such as sqrt(1/((a+b-c)*d))/100, with --set a=6 ..."),
+    click.option("--wrap", is_flag=True, help="Words out of range wrap."),
+    click.option("--max-loops", default=10_000, show_default=True, type=click.IntRange(min=1), help="Commands at most."),
+    click.option("--backend", default="auto", show_default=True, type=click.Choice(["auto", "cpu", "eager", "triton"])),
+]
+
+
+def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def add_to(main: click.Group) -> None:
+    """Add the commands to the command line."""
+    for command in (run_command, verify_command, machine_command):
+        main.add_command(command)
+
+
+def _value_of(text: str, name: str) -> Any:
+    try:
+        return json.loads(text if text.startswith("[") or "," not in text else f"[{text}]")
+    except json.JSONDecodeError:
+        raise click.UsageError(f"--set {name} takes a number, a list 5,3,9 or a matrix [[1,2],[3,4]], got {text!r}") from None
+
+
+def _load(
+    files: tuple[Path, ...], *, fields: tuple[str, ...] = (), formula: str | None = None, wrap: bool = False
+) -> list[Any]:
+    from looped.programs.formula import compile_formula
+    from looped.programs.machines import read_program
+
+    values = {}
+    for text in fields:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise click.UsageError(f"--set takes NAME=VALUE, got {text!r}")
+        values[name] = _value_of(value, name)
+    if (formula is None) == (not files):
+        raise click.UsageError("give program files, or --formula")
+    if formula is not None:
+        return [compile_formula(formula, values)]
+    programs: list[Any] = []
+    for file in files:
+        program: Any = read_program(file, wrap=wrap)
+        for note in program.notes:
+            click.echo(f"looped: {program.name}: {note}", err=True)
+        if values:
+            program = program.with_values(values, wrap=wrap) if program.kind == "subleq" else program.with_values(values)
+        programs.append(program)
+    return programs
+
+
+def _machine(programs: list[Any], options: Options) -> Any:
+    import torch
+
+    from looped.programs.blocks import MatrixProduct, SigmoidSum
+    from looped.programs.fleq import FUNCTION_NAMES, Blocks, default_product
+    from looped.programs.machines import machine_for
+
+    dtype = getattr(torch, options["dtype"])
+    kind = programs[0].kind
+    for other, names in (("fleq", ("layers",)), ("subleq", ("product", "kappa", "terms"))):
+        for name in names:
+            if kind == other and options[name] is not None:
+                raise click.UsageError(f"--{name} is not of {kind.upper()} machines")
+    blocks = None
+    if kind == "fleq":
+        used = {command.function for program in programs for command in program.commands if program.kind == "fleq"}
+        standard = default_product(dtype, options["product"] or "pair")
+        terms = options["terms"] or 32
+        blocks = Blocks(
+            tuple(name for name in FUNCTION_NAMES if name in used),
+            product=MatrixProduct(standard.form, options["kappa"] or standard.kappa, standard.sink),
+            inv=SigmoidSum("inv", terms, 0.2, 20.0),
+            sqrt=SigmoidSum("sqrt", terms, 0.02, 40.0),
+        )
+    return machine_for(programs, dtype=dtype, n_layers=int(options["layers"] or 9), lam=options["lam"], blocks=blocks)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 110)
+
+
+@click.command("run")
+@_files
+@_with(*_run_options, *_machine_options)
+@click.option("--trace", "traced", is_flag=True, help="Show every loop (of one program).")
+@click.option("--json", "as_json", is_flag=True, help="Print results, and the trace where one is asked for, as JSON.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path), help="Draw the program counter and memory against loops (of one program)."
+)
+def run_command(
+    files: tuple[Path, ...],
+    fields: tuple[str, ...],
+    formula: str | None,
+    wrap: bool,
+    max_loops: int,
+    backend: str,
+    traced: bool,
+    as_json: bool,
+    picture: Path | None,
+    **options: Any,
+) -> None:
+    """Run programs (.subleq, .minsky, .fleq) of one kind on one machine, a looped transformer, all at once.
+
+    Exits with 0 where all halted, 3 where one came to the loop limit, 4 where one is corrupt, 2 for a mistake.
+    """
+    from looped.programs.machines import check_program
+    from looped.programs.run import run_programs
+    from looped.programs.tracing import trace, trace_table
+
+    if len(files) > 1 and (traced or picture):
+        raise click.UsageError("--trace and --picture are of one program")
+    programs = _load(files, fields=fields, formula=formula, wrap=wrap)
+    machine = _machine(programs, options)
+    for program in programs:
+        check_program(machine, program, max_loops)
+    runs = run_programs(machine, programs, max_loops=max_loops, backend=backend)
+    rows = list(trace(machine, programs[0], max_loops, backend=backend)) if traced else []
+    if as_json:
+        result: list[dict[str, Any]] = [run.to_dict() for run in runs]
+        if traced:
+            result[0]["trace"] = [row.to_dict() for row in rows]
+        click.echo(json.dumps(result if len(files) > 1 else result[0]))
+    else:
+        if traced:
+            _console().print(trace_table(rows))
+        for run in runs:
+            click.echo(f"{run.program.name}: {run.outcome.value} after {run.steps} steps ({run.n_loops} loops, {run.backend})")
+            for line in run.named_values():
+                click.echo(f"  {line}")
+    if picture:
+        from looped.programs.pictures import draw_run
+
+        draw_run(machine, programs[0], max_loops, picture, backend=backend)
+        click.echo(f"looped: wrote {picture}", err=True)
+    raise click.exceptions.Exit(max(EXIT_CODES[run.outcome.value] for run in runs))
+
+
+@click.command("verify")
+@_files
+@_with(*_run_options, *_machine_options)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    help="Largest difference of a number; default 0 for SUBLEQ, none for FLEQ.",
+)
+def verify_command(
+    files: tuple[Path, ...],
+    fields: tuple[str, ...],
+    formula: str | None,
+    wrap: bool,
+    max_loops: int,
+    backend: str,
+    tolerance: float | None,
+    **options: Any,
+) -> None:
+    """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
+    from looped.programs.machines import check_program
+    from looped.programs.verification import verify
+
+    programs = _load(files, fields=fields, formula=formula, wrap=wrap)
+    machine = _machine(programs, options)
+    equal = True
+    for program in programs:
+        check_program(machine, program, max_loops)
+        result = verify(machine, program, max_loops=max_loops, tolerance=tolerance, backend=backend)
+        equal &= result.is_equal
+        end = "to its halt" if result.halted else "and has not halted"
+        error = f", largest error {result.error:.2g}" if program.kind == "fleq" else ""
+        click.echo(f"{program.name}: {result.difference or f'equal for {result.n_loops} loops, {end}{error}'}")
+    raise click.exceptions.Exit(0 if equal else 1)
+
+
+@click.command("machine")
+@_files
+@_with(*_machine_options)
+@click.option("--bits", type=click.IntRange(2, 63), help="Without a program: word width; default 16.")
+@click.option("--address-bits", type=click.IntRange(2, 20), help="Without a program: of positions; default 6.")
+@click.option("--json", "as_json", is_flag=True)
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw a command of one program on its way through the layers.")
+@click.option("--loop", default=1, show_default=True, type=click.IntRange(min=1), help="With --picture: which loop.")
+def machine_command(
+    files: tuple[Path, ...],
+    bits: int | None,
+    address_bits: int | None,
+    as_json: bool,
+    picture: Path | None,
+    loop: int,
+    **options: Any,
+) -> None:
+    """Describe the machine that runs these programs, or a SUBLEQ machine: layers, heads, widths, lambda, limits."""
+    from looped.programs.describe import describe, description_tables
+    from looped.programs.pictures import draw_layers
+    from looped.programs.subleq import SubleqMachine
+    from looped.programs.subleq_text import assemble_subleq
+
+    if files and (bits or address_bits):
+        raise click.UsageError("--bits and --address-bits are of a machine without a program")
+    programs = _load(files) if files else [assemble_subleq("halt", n_bits=bits or 16)]
+    machine = _machine(programs, options)
+    if not files:
+        lam, n_layers = machine.lam_asked, len(machine.layers)
+        machine = SubleqMachine(bits or 16, address_bits or 6, n_layers=n_layers, lam=lam, dtype=machine.dtype)
+    if picture:
+        if len(files) != 1 or not isinstance(machine, SubleqMachine):
+            raise click.UsageError("--picture is of one SUBLEQ program")
+        draw_layers(machine, programs[0], loop, picture)
+        click.echo(f"looped: wrote {picture}", err=True)
+    facts = describe(machine)
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for table in description_tables(facts):
+        _console().print(table)

@@ -1,0 +1,75 @@
+"""Programs from files, and the machine that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from looped.programs.addresses import bits_for
+from looped.programs.fleq import FUNCTION_NAMES, Blocks, FleqMachine
+from looped.programs.fleq_plain import check_ranges
+from looped.programs.fleq_program import FleqProgram
+from looped.programs.fleq_text import read_fleq
+from looped.programs.minsky import translate_minsky
+from looped.programs.subleq import SubleqMachine
+from looped.programs.subleq_text import SubleqProgram, read_subleq
+
+SUFFIXES = (".subleq", ".minsky", ".fleq")
+
+
+def read_program(path: str | Path, *, wrap: bool = False) -> SubleqProgram | FleqProgram:
+    """Assemble a file by its suffix: .subleq, .minsky (translated to SUBLEQ), .fleq.
+
+    Raises ValueError for another suffix, ProgramError for a mistake in the program.
+    """
+    path = Path(path)
+    if path.suffix == ".subleq":
+        return read_subleq(path, wrap=wrap)
+    if path.suffix == ".minsky":
+        return translate_minsky(path.read_text(encoding="utf-8"), name=path.name)
+    if path.suffix == ".fleq":
+        return read_fleq(path)
+    raise ValueError(f"{path}: the suffix of a program is one of {', '.join(SUFFIXES)}")
+
+
+def machine_for(
+    programs: Sequence[Any],
+    *,
+    dtype: torch.dtype = torch.float64,
+    n_layers: int = 9,
+    lam: float | None = None,
+    address_bits: int | None = None,
+    blocks: Blocks | None = None,
+) -> Any:
+    """The smallest machine that takes all these programs, which must be of one kind.
+
+    n_layers: of a SUBLEQ machine. blocks: of a FLEQ machine; default the functions that the programs use. The other parameters
+    are those of `SubleqMachine` and `FleqMachine`. Raises ValueError for programs that no machine takes together.
+    """
+    if not programs:
+        raise ValueError("machine_for: there is no program")
+    kinds = {program.kind for program in programs}
+    if len(kinds) > 1:
+        raise ValueError("machine_for: SUBLEQ and FLEQ programs need a machine each")
+    options = {} if lam is None else {"lam": lam}
+    if kinds == {"subleq"}:
+        widths = {program.n_bits for program in programs}
+        if len(widths) > 1:
+            raise ValueError(f"machine_for: words of {', '.join(map(str, sorted(widths)))} bits need a machine each")
+        bits = address_bits or max(2, bits_for(max(program.n_tokens for program in programs)))
+        return SubleqMachine(widths.pop(), bits, n_layers=n_layers, dtype=dtype, **options)
+    width = max(program.width for program in programs)
+    n_tokens = max(width + 2 + program.memory.shape[1] + len(program.commands) for program in programs)
+    if blocks is None:
+        used = {command.function for program in programs for command in program.commands}
+        blocks = Blocks(tuple(name for name in FUNCTION_NAMES if name in used))
+    return FleqMachine(width, address_bits or max(2, bits_for(n_tokens)), blocks=blocks, dtype=dtype, **options)
+
+
+def check_program(machine: Any, program: Any, max_loops: int) -> None:
+    """Raises ValueError where a program's own numbers leave what its machine carries, which the machine could not tell."""
+    if isinstance(machine, FleqMachine):
+        check_ranges(machine, program, max_loops)

@@ -1,0 +1,168 @@
+"""`looped run`, `looped verify`, `looped machine`, traces and pictures."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from programs import EXAMPLES
+
+from looped.cli import main
+from looped.programs.describe import describe, used_sizes
+from looped.programs.fleq import Blocks, FleqMachine
+from looped.programs.machines import machine_for, read_program
+from looped.programs.pictures import draw_layers, layer_states
+from looped.programs.subleq import SubleqMachine
+from looped.programs.tracing import trace
+from looped.programs.verification import Difference, verify
+
+
+def looped(*arguments, code=0):
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def example(name):
+    return EXAMPLES / name
+
+
+def test_run_prints_what_became_of_a_program():
+    output = looped("run", example("multiply.subleq"), "--set", "x=3", "--set", "y=4", "--dtype", "float32")
+    assert "multiply.subleq: halted after" in output
+    assert "z = 12" in output
+    output = looped("run", example("sort.subleq"), "--set", "list=3,1,2,9,8,7")
+    assert "list = [1 2 3 7 8 9]" in output
+    output = looped("run", example("subtract.minsky"), "--set", "x=5", "--set", "y=2")
+    assert "x = 3" in output
+
+
+def test_run_gives_json_and_a_trace():
+    result = json.loads(looped("run", example("add.subleq"), "--json", "--trace"))
+    assert (result["outcome"], result["steps"], result["n_loops"], result["memory"]["z"]) == ("halted", 6, 7, 42)
+    assert [row["loop"] for row in result["trace"]] == [1, 2, 3, 4, 5, 6]
+    assert result["trace"][1] == dict(loop=2, command=1, line=8, text="t -= x", changes={"t": -20}, next=2)
+    several = json.loads(looped("run", example("add.subleq"), example("compare.subleq"), "--json"))
+    assert [result["program"] for result in several] == ["add.subleq", "compare.subleq"]
+
+
+def test_run_shows_a_table_of_loops_and_draws_a_picture(tmp_path):
+    output = looped("run", example("inverse.fleq"), "--trace", "--picture", tmp_path / "run.png", "--set", "k=1")
+    assert "T = At^T X" in output
+    assert (tmp_path / "run.png").stat().st_size > 5000
+
+
+def test_a_formula_runs_without_a_file():
+    values = [part for value in ("a=6", "b=2.5", "c=4", "d=1.5") for part in ("--set", value)]
+    output = looped("run", "--formula", "sqrt(1/((a+b-c)*d))/100", *values)
+    assert "halted after 7 steps" in output
+    assert f"result = [[{(1 / 6.75) ** 0.5 / 100:.6f}" in output
+    assert "'a' has no value; give one with --set a=" in looped("run", "--formula", "a+1", code=2)
+    assert "give program files, or --formula" in looped("run", code=2)
+
+
+def test_options_of_the_other_machine_are_refused():
+    assert "--terms is not of SUBLEQ machines" in looped("run", example("add.subleq"), "--terms", "8", code=2)
+    assert "--layers is not of FLEQ machines" in looped("machine", example("inverse.fleq"), "--layers", "5", code=2)
+    assert "are of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    assert "--picture is of one SUBLEQ program" in looped("machine", example("inverse.fleq"), "--picture", "x.png", code=2)
+
+
+def test_exit_codes():
+    assert "loop limit after 5 steps" in looped("run", example("fibonacci.subleq"), "--max-loops", "5", code=3)
+    assert "there is no cell named 'nn'" in looped("run", example("fibonacci.subleq"), "--set", "nn=1", code=2)
+    assert "--set x takes a number" in looped("run", example("add.subleq"), "--set", "x=[1", code=2)
+    assert "SUBLEQ and FLEQ programs need a machine each" in looped(
+        "run", example("add.subleq"), example("inverse.fleq"), code=2
+    )
+    assert "--trace and --picture are of one program" in looped(
+        "run", example("add.subleq"), example("add.subleq"), "--trace", code=2
+    )
+    output = looped("run", example("calculator.fleq"), "--set", "a=500", code=2)
+    assert "calculator.fleq:9:1: inv of 747.75 is outside 0.2 .. 20" in output
+    assert "the Triton kernels multiply in bf16" in looped("run", example("inverse.fleq"), "--backend", "triton", code=2)
+
+
+def test_a_mistake_in_a_program_is_one_line(tmp_path):
+    path = tmp_path / "wrong.subleq"
+    path.write_text("x: 1\nsubleq x y\n")
+    output = looped("run", path, code=2)
+    assert output == "looped: wrong.subleq:2:10: there is no cell named 'y'; did you mean 'x'?\n"
+    path.write_text("x: 40000\nhalt\n")
+    assert "use --wrap" in looped("run", path, code=2)
+    assert "x = -25536" in looped("run", path, "--wrap")
+
+
+def test_verify_says_equal_or_shows_the_first_difference():
+    output = looped("verify", example("add.subleq"), example("divide.subleq"), "--layers", "5")
+    assert "add.subleq: equal for 7 loops, to its halt" in output
+    assert "inverse.fleq: equal for" in looped("verify", example("inverse.fleq"), "--set", "k=1")
+    program = read_program(example("add.subleq"))
+    machine = machine_for([program])
+    with torch.no_grad():  # the lowest bits of a difference stay those of before
+        machine.model.core[2].mlp.proj.weight[list(machine.layout["VB"])] = 0.0
+    result = verify(machine, program)
+    assert result.difference == Difference(2, "t", -64, -20)
+    assert str(result.difference) == "loop 2: t is -64 on the machine and -20 in the interpreter"
+    assert (result.is_equal, result.n_loops) == (False, 2)
+
+
+def test_verify_names_the_number_that_is_off():
+    output = looped("verify", example("inverse.fleq"), "--set", "k=1", "--tolerance", "1e-14", code=1)
+    assert "on the machine and" in output
+    assert output.startswith("inverse.fleq: loop 1: T[")
+
+
+def test_machine_tells_sizes_read_off_the_weights():
+    facts = json.loads(looped("machine", example("sort.subleq"), "--json"))
+    assert (facts["layers"], facts["heads"], facts["paper"]) == (9, 2, [9, "2"])
+    assert facts["lambda"] >= 12 > facts["least_lambda"] > 2.4
+    assert facts["most_word_bits"] == {"float64": 63, "float32": 63, "bfloat16": 15, "float16": 24}
+    assert [layer["heads"] for layer in facts["per_layer"]] == [1, 2, 0, 0, 0, 1, 0, 0, 0]
+    assert "in the paper" in looped("machine", "--bits", "8", "--address-bits", "4", "--layers", "5")
+    facts = json.loads(looped("machine", example("calculator.fleq"), "--json", "--terms", "16"))
+    assert (facts["layers"], facts["heads"], facts["paper"]) == (8, 34, [12, "m"])
+    assert facts["inv"]["relative_error"] < 2e-4
+
+
+def test_layer_and_head_counts_beside_the_papers():
+    subleq = describe(SubleqMachine(16, 6))
+    algebra = describe(FleqMachine(4, 6))
+    learning = describe(FleqMachine(5, 8, blocks=Blocks(("mm", "add", "sub", "emul", "sig"))))
+    calculator = describe(FleqMachine(1, 5, blocks=Blocks(("mm", "add", "sub", "perc", "inv", "sqrt"))))
+    assert [(facts["layers"], facts["heads"]) for facts in (subleq, calculator, algebra, learning)] == [
+        (9, 2),
+        (8, 66),
+        (8, 3),
+        (8, 3),
+    ]
+    assert describe(SubleqMachine(16, 6, n_layers=5))["heads"] == 2
+    assert subleq["width"] == 8 * 6 + 3 * 16 + 32 + 3
+    assert all(layer["hidden"] <= subleq["hidden"] for layer in used_sizes(SubleqMachine(16, 6)))
+
+
+def test_one_command_on_its_way_through_the_layers(tmp_path):
+    program = read_program(example("add.subleq"))
+    machine = machine_for([program])
+    states = layer_states(machine, program, 2)
+    assert len(states) == 10
+    scratch = [state[0] for state in states]
+    a, b, _ = program.tokens_of(program.commands[1])
+    assert np.allclose(scratch[1][list(machine.layout["PA"])], states[0][a, list(machine.layout["POS"])])
+    assert np.allclose(scratch[2][list(machine.layout["VA"])], states[0][a, list(machine.layout["MEM"])])
+    assert np.allclose(states[6][b, list(machine.layout["MEM"])], scratch[5][list(machine.layout["VB"])])
+    draw_layers(machine, program, 2, tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").stat().st_size > 5000
+
+
+def test_a_trace_leaves_out_the_loop_that_confirms():
+    program = read_program(example("copy.subleq"))
+    rows = list(trace(machine_for([program]), program, 100))
+    assert [row.text for row in rows] == ["y -= y", "t -= t", "t -= x", "y -= t", "halt"]
+    assert rows[-1].next == program.end
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "machine"])
+def test_help(command):
+    assert "--product" in looped(command, "--help")
