@@ -193,7 +193,7 @@ def test_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
         ) as caught:
             train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert caught.value.errno == errno.ENOSPC
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "state.pt", "train.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "provenance.jsonl", "state.pt", "train.json"]
     resumed = train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert torch.equal(weights(resumed), weights(train(tiny(), tmp_path / "other", progress=False)))
 

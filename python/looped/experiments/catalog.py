@@ -1,0 +1,45 @@
+"""The experiments by name, and how one is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from looped.experiments.lab import Lab
+from looped.experiments.outcome import Outcome
+
+
+class Entry(NamedTuple):
+    """An experiment: its module, the paper's figures, and what it shows."""
+
+    module: str
+    figures: str
+    about: str
+
+
+EXPERIMENTS: dict[str, Entry] = {
+    "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
+}
+
+
+def run_experiment(name: str, lab: Lab) -> Outcome:
+    """Run one and return its outcome; nothing is written but the models it trains. Raises ValueError for an unknown name."""
+    if name not in EXPERIMENTS:
+        nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown experiment {name!r}; did you mean {nearest!r}? (of {', '.join(EXPERIMENTS)})")
+    begin = time.perf_counter()
+    run: Callable[[Lab], Outcome] = importlib.import_module(f"looped.experiments.{EXPERIMENTS[name].module}").run
+    outcome = run(lab)
+    settings = {"n_prompts": lab.n_prompts, "seed": lab.seed, "seeds": list(lab.seeds), "device": lab.device}
+    return dataclasses.replace(
+        outcome,
+        settings=settings | outcome.settings,
+        models=dict(lab.used),
+        notes=[*lab.notes, *outcome.notes],
+        seconds=time.perf_counter() - begin,
+    )
+

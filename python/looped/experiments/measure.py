@@ -1,0 +1,107 @@
+"""Measuring models and baselines on the same prompts, streamed: `measure`, and what there is to measure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from looped.exits import Fixed
+from looped.icl.baselines import Baseline
+from looped.icl.curves import Curve, RunningCurve
+from looped.icl.evaluate import SLOW_PROMPTS, batches
+from looped.icl.predictor import LoopedPredictor
+from looped.icl.tasks import Pairs, Task
+from looped.model import LoopedTransformer
+
+BATCH = 128
+
+Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A curve over prompts, each prompt's value being the mean over models (seeds); that of each model; the seconds taken."""
+
+    curve: Curve
+    by_model: list[list[float]]
+    seconds: float
+
+
+def measure(
+    prompts: Iterable[Pairs], ways: Mapping[str, Sequence[Way]], *, slow: Iterable[str] = ()
+) -> dict[str, Measured]:
+    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only. Ways without a function are left
+    out."""
+    ways = {name: list(functions) for name, functions in ways.items() if functions}
+    slow = set(slow)
+    running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
+    seconds = dict.fromkeys(ways, 0.0)
+    for pairs in prompts:
+        for name, functions in ways.items():
+            room = SLOW_PROMPTS - running[name][0].n_prompts if name in slow else len(pairs.ys)
+            if room <= 0:
+                continue
+            own = Pairs(*(part[:room] for part in pairs))
+            begin = time.perf_counter()
+            rows = [function(own).double().cpu() for function in functions]
+            seconds[name] += time.perf_counter() - begin
+            for curve, one in zip(running[name], [torch.stack(rows).mean(dim=0), *rows], strict=True):
+                curve.add(one)
+    return {
+        name: Measured(first.curve(), [one.mean() for one in rest], seconds[name])
+        for name, (first, *rest) in running.items()
+    }
+
+
+def fresh(task: Task, n_prompts: int, n_points: int, seed: int) -> Iterable[Pairs]:
+    """Evaluation prompts, batch by batch."""
+    return batches(task, n_prompts, n_points, seed, BATCH)
+
+
+def by_examples(models: Sequence[LoopedTransformer], task: Task, n_loops: int | None = None) -> list[Way]:
+    """Error at every point, after the trained loops or n_loops of them."""
+
+    def way(model: LoopedTransformer) -> Way:
+        predictor = LoopedPredictor(model, n_loops=n_loops)
+        return lambda pairs: squared(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task)
+
+    return [way(model) for model in models]
+
+
+def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> list[Way]:
+    """Error at the last point, after every loop up to n_loops."""
+
+    def way(model: LoopedTransformer) -> Way:
+        predictor = LoopedPredictor(model, n_loops=n_loops, exit=Fixed())
+
+        def rows(pairs: Pairs) -> Tensor:
+            predictions = predictor.run(pairs.xs, pairs.ys, return_predictions=True).predictions
+            assert isinstance(predictions, Tensor)
+            return squared(predictions[:, :, -1], pairs.ys[:, -1:], task)
+
+        return rows
+
+    return [way(model) for model in models]
+
+
+def of_baseline(baseline: Baseline, task: Task) -> list[Way]:
+    """A baseline's error at every point; none where it cannot run here."""
+    if baseline.why_unavailable:
+        return []
+    return [lambda pairs: squared(baseline.predict(pairs.xs, pairs.ys, progress=lambda *_: None), pairs.ys, task)]
+
+
+def squared(predictions: Tensor, ys: Tensor, task: Task) -> Tensor:
+    """(prediction - y)^2 / the variance of y."""
+    return (predictions.cpu().double() - ys.cpu().double()).square() / task.error_scale
+
+
+def single(values: Sequence[float], n_prompts: int = 0) -> Curve:
+    """A curve of numbers that have no interval."""
+    none = [math.nan] * len(values)
+    return Curve(list(values), none, list(none), n_prompts, [0] * len(values))
