@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 
 EXPERIMENTS: dict[str, Entry] = {
     "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
+    "shift": Entry("shift", "Fig. 6, appendix D", "inputs, queries and outputs unlike those of training"),
 }
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from looped.icl.baselines import Baseline
 from looped.icl.curves import Curve, RunningCurve
 from looped.icl.evaluate import SLOW_PROMPTS, batches
 from looped.icl.predictor import LoopedPredictor
+from looped.icl.shifts import ShiftedPairs
 from looped.icl.tasks import Pairs, Task
 from looped.model import LoopedTransformer
 
 BATCH = 128
 
+Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)
 Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
 
 
@@ -33,10 +36,9 @@ class Measured:
 
 
 def measure(
-    prompts: Iterable[Pairs], ways: Mapping[str, Sequence[Way]], *, slow: Iterable[str] = ()
+    prompts: Iterable[Prompts], ways: Mapping[str, Sequence[Callable[[Prompts], Tensor]]], *, slow: Iterable[str] = ()
 ) -> dict[str, Measured]:
-    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only. Ways without a function are left
-    out."""
+    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only. A way without functions is left out."""
     ways = {name: list(functions) for name, functions in ways.items() if functions}
     slow = set(slow)
     running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
@@ -46,7 +48,7 @@ def measure(
             room = SLOW_PROMPTS - running[name][0].n_prompts if name in slow else len(pairs.ys)
             if room <= 0:
                 continue
-            own = Pairs(*(part[:room] for part in pairs))
+            own = type(pairs)(*(part[:room] if isinstance(part, Tensor) else part for part in pairs))
             begin = time.perf_counter()
             rows = [function(own).double().cpu() for function in functions]
             seconds[name] += time.perf_counter() - begin
