@@ -24,6 +24,9 @@ class Entry(NamedTuple):
 EXPERIMENTS: dict[str, Entry] = {
     "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
     "shift": Entry("shift", "Fig. 6, appendix D", "inputs, queries and outputs unlike those of training"),
+    "functions": Entry("functions", "Fig. 10", "linear, sparse, tree and ReLU-network functions beside every baseline"),
+    "sparsity": Entry("sparsity", "Fig. 11", "sparse linear functions with more and more non-zero weights"),
+    "probe": Entry("probe", "Fig. 8", "what the states hold of X'y and of the least-squares weights, by loop and by layer"),
 }
 
 

@@ -103,6 +103,12 @@ def squared(predictions: Tensor, ys: Tensor, task: Task) -> Tensor:
     return (predictions.cpu().double() - ys.cpu().double()).square() / task.error_scale
 
 
+def mean_ratio(errors: Sequence[float], others: Sequence[float]) -> float:
+    """The geometric mean of errors / others over the places from 1 on where both were measured; NaN where there are none."""
+    logs = [math.log(a / b) for a, b in zip(errors[1:], others[1:], strict=True) if a > 0 and b > 0]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
 def single(values: Sequence[float], n_prompts: int = 0) -> Curve:
     """A curve of numbers that have no interval."""
     none = [math.nan] * len(values)
