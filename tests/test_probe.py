@@ -25,7 +25,7 @@ def planted(generator, n_prompts=64, token=1):
 
 
 def test_planted_signal_is_found_where_it_is_and_nowhere_else():
-    probes = fit_probes(planted, EXAMPLES, n_steps=1500, lr=1e-2)
+    probes = fit_probes(planted, EXAMPLES, n_steps=700, lr=2e-2)
     with torch.no_grad():
         errors = probes.errors(planted(torch.Generator().manual_seed(99), n_prompts=2000))[0]  # [S, K]
     assert (errors[0] > 0.9).all(), "noise tells nothing: the variance of the target is 1"

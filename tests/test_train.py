@@ -216,7 +216,7 @@ def test_diverging_training_says_so(tmp_path, monkeypatch):
     run = Run.start(tiny())
     with torch.no_grad():
         run.model.read_out.weight.fill_(float("inf"))
-    monkeypatch.setattr(Run, "start", classmethod(lambda cls, config: run))
+    monkeypatch.setattr(Run, "start", classmethod(lambda cls, config, device: run))
     with pytest.raises(FloatingPointError, match="not finite at step 1; start again in another folder"):
         train(tiny(), tmp_path, progress=False)
 
