@@ -27,6 +27,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "functions": Entry("functions", "Fig. 10", "linear, sparse, tree and ReLU-network functions beside every baseline"),
     "sparsity": Entry("sparsity", "Fig. 11", "sparse linear functions with more and more non-zero weights"),
     "probe": Entry("probe", "Fig. 8", "what the states hold of X'y and of the least-squares weights, by loop and by layer"),
+    "tabular": Entry("tabular", "Table 1 (OpenML)", "real tables, each left out of training once"),
 }
 
 

@@ -20,6 +20,7 @@ import click
 @click.option("--prompts", "n_prompts", type=click.IntRange(min=1), help="Of each measurement; default 64 (tiny) or 1280.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts that models are measured on.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train and measure: cpu or cuda.")
+@click.option("--data", default="bundled", show_default=True, help="Tables: bundled, openml, or a folder (tabular).")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on standard output.")
 def experiment_command(
@@ -33,6 +34,7 @@ def experiment_command(
     n_prompts: int | None,
     seed: int,
     device: str,
+    data: str,
     threads: int | None,
     as_json: bool,
 ) -> None:
@@ -62,7 +64,7 @@ def experiment_command(
     if wrong := [text for text in given if "=" not in text]:
         raise click.UsageError(f"--models takes NAME=FOLDER, got {wrong[0]!r}")
     out = out or Path("experiments") / preset
-    lab = Lab(preset, out, models, may_train, resume, chosen, n_prompts or 0, seed, device, progress=sys.stderr is not None)
+    lab = Lab(preset, out, models, may_train, resume, chosen, n_prompts or 0, seed, device, data)
     outcome = run_experiment(name, lab)
     if unused := sorted(set(models) - set(outcome.models)):
         known = ", ".join(outcome.models)

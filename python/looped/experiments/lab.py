@@ -29,7 +29,7 @@ class Lab:
     written to; experiments with the same `out` share models. given: models by name, each a folder of `save_model` or the name of
     a bundled one. may_train: train what is missing; else it is left out with a note. resume: go on with trainings that were
     stopped. seeds: every model is trained once for each. n_prompts: of each measurement; default by the preset. seed: of these.
-    device: where to train and evaluate.
+    device: where to train and evaluate. data: where real tables come from, a source of `looped.icl.tabular`.
     """
 
     preset: str
@@ -41,6 +41,7 @@ class Lab:
     n_prompts: int = 0
     seed: int = 0
     device: str = "cpu"
+    data: str = "bundled"
     progress: bool = True
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
