@@ -28,6 +28,7 @@ EXPERIMENTS: dict[str, Entry] = {
     "sparsity": Entry("sparsity", "Fig. 11", "sparse linear functions with more and more non-zero weights"),
     "probe": Entry("probe", "Fig. 8", "what the states hold of X'y and of the least-squares weights, by loop and by layer"),
     "tabular": Entry("tabular", "Table 1 (OpenML)", "real tables, each left out of training once"),
+    "adaptive": Entry("adaptive", "section 7, future work", "mixed difficulty in one batch: loops by prompt and by token against fixed"),
 }
 
 

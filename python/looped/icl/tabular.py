@@ -89,7 +89,11 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
             )
     tables: list[Table] = []
     for data_id in ids:
-        table = read_openml(data_id, folder)
+        try:
+            table = read_openml(data_id, folder)
+        except ValueError as error:  # text columns, sparse data
+            log.info("table %d is left out: %s", data_id, error)
+            continue
         if why := why_left_out(table, [known.name for known in tables]):
             log.info("table %d (%s) is left out: %s", data_id, table.name, why)
         else:
@@ -128,6 +132,8 @@ def read_openml(data_id: int, folder: Path) -> Table:
 
     bunch = fetch_openml(data_id=data_id, data_home=str(folder), as_frame=False, parser="liac-arff", n_retries=1)
     numeric = [i for i, name in enumerate(bunch.feature_names) if name not in (bunch.categories or {})]
+    if not isinstance(bunch.data, np.ndarray) or bunch.target is None:
+        raise ValueError(f"read_openml: table {data_id} is sparse or has no target; looped reads dense ones with labels")
     labels = np.asarray(bunch.target)
     y = np.unique(labels.astype(str), return_inverse=True)[1].astype(np.int64)
     if labels.dtype.kind == "f":  # a numeric target is no label
