@@ -14,8 +14,8 @@ N_STAGES, WIDTH, N_DIMS, EXAMPLES = 3, 12, 2, [1, 3]
 
 
 def planted(generator, n_prompts=64, token=1):
-    """Stage 0 noise; stage 1 the target, rotated, in one token that both numbers of examples see; stage 2 in a token that only the
-    larger number sees."""
+    """Stage 0 noise; stage 1 the target, rotated, in one token that both numbers of examples see; stage 2 in a token that only
+    the larger number sees."""
     states = torch.randn(N_STAGES, n_prompts, 6, WIDTH, generator=generator)
     target = torch.randn(n_prompts, N_DIMS, generator=generator)
     mix = torch.randn(N_DIMS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -97,7 +97,7 @@ def test_prompts_are_rows_of_one_table_that_is_not_left_out():
         is_row = same.any(dim=2).all(dim=1)
         places.append(is_row)
         for b in is_row.nonzero()[:20, 0]:
-            rows = [same[b, i].nonzero()[0, 0] for i in range(6)]
+            rows = torch.tensor([int(same[b, i].nonzero()[0, 0]) for i in range(6)])
             assert torch.equal(y[rows], pairs.ys[b])
     counts = torch.stack(places).sum(dim=1).tolist()
     assert counts[2] == 0

@@ -381,8 +381,8 @@ def train_command(
 ) -> None:
     """Train a looped in-context learner by a preset; leaves OUT/model.
 
-    Presets: paper (the published sizes and 500,000 steps, for a GPU), small (4 to 8 dimensions by the task, 16,000 steps, an hour
-    or a few on one core), tiny (12 steps, to see that it runs).
+    Presets: paper (the published sizes and 500,000 steps, for a GPU), small (4 to 8 dimensions by the task, 16,000 steps, an
+    hour or a few on one core), tiny (12 steps, to see that it runs).
 
     The folder also holds state.pt (resumes bit for bit after a stop), log.jsonl, train.json and provenance.jsonl.
     """

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from looped.exits import Contraction, Fixed
 from looped.experiments.lab import Lab
-from looped.experiments.measure import BATCH, single
+from looped.experiments.measure import BATCH, joined, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.curves import Curve, RunningCurve
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.tasks import LinearRegression, Pairs, SparseLinearRegression, Task
 from looped.model import LoopedTransformer
-from looped.train import TrainConfig, preset
+from looped.train import TrainConfig
 
 TOLERANCES = (0.3, 0.1, 3e-2, 1e-2, 3e-3)
 SHOWN = 3e-3  # whose loops are shown by difficulty: the default of looped eval
@@ -110,11 +110,11 @@ def run(lab: Lab) -> Outcome:
     rows: list[list[Cell]] = []
     claims: list[Claim] = []
     for name in ("linear_regression", "sparse_linear_regression"):
-        config = preset(lab.preset, name)
+        config = lab.config(name)
         for model in lab.models(name, config)[:1]:
             _study(lab, name, config, model, panels, rows, claims)
-    columns = ["model", "exit", "tol", "loops", "error", "error, same loops for all", "error, all loops", "kept", "kept, same for all"]
-    title = "mean loops; squared error / variance of y with all examples; kept: error of all loops / error"
+    columns = ["model", "loops", "tol", "mean loops", "error", "same loops for all", "all loops", "kept", "kept, same for all"]
+    title = "squared error / variance of y with all examples, by how loops are given; kept: error of all loops / error"
     settings = dict(tolerances=list(TOLERANCES), reach=REACH, on_stall="exit")
     return Outcome("adaptive", "section 7, future work", lab.preset, settings, panels, Sheet(title, columns, rows), claims)
 
@@ -151,7 +151,9 @@ def _study(
             if tol == SHOWN and way == "per prompt":
                 panels.append(_by_difficulty(name, some, level, used))
                 claims += _claims(name, some, level, used)
-        text = f"{name.replace('_', ' ')}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
+        text = (
+            f"{name.replace('_', ' ')}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
+        )
         claims.append(Claim("future work", text, f"at {wins} of {len(TOLERANCES)}", 2 * wins > len(TOLERANCES)))
     xs = range(1, cap + 1)
     lines = [Line("same loops for all", xs, _curve(every), "baseline")]
@@ -178,10 +180,7 @@ def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used) -> P
             running = RunningCurve()
             running.add(loops[:, None])
             curves.append(running.curve())
-        joined = single([curve.mean[0] for curve in curves], sum(curve.n_prompts for curve in curves))
-        for part in ("low", "high"):
-            getattr(joined, part)[:] = [getattr(curve, part)[0] for curve in curves]
-        lines.append(Line(family, [difficulty for difficulty, _ in own], joined))
+        lines.append(Line(family, [difficulty for difficulty, _ in own], joined(curves)))
     return Panel(f"{name.replace('_', ' ')}: loops used at {SHOWN:g}, by difficulty", "difficulty", "loops", lines, log="")
 
 

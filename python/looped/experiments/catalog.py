@@ -23,12 +23,15 @@ class Entry(NamedTuple):
 
 EXPERIMENTS: dict[str, Entry] = {
     "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
+    "loops-and-window": Entry("loops_and_window", "Fig. 4, 9, appendix B", "the grid of trained loops b and window T"),
+    "sample-efficiency": Entry("sample_efficiency", "Fig. 5, appendix C", "training on a fixed set of distinct prompts"),
     "shift": Entry("shift", "Fig. 6, appendix D", "inputs, queries and outputs unlike those of training"),
     "functions": Entry("functions", "Fig. 10", "linear, sparse, tree and ReLU-network functions beside every baseline"),
     "sparsity": Entry("sparsity", "Fig. 11", "sparse linear functions with more and more non-zero weights"),
+    "architecture": Entry("architecture", "Fig. 7", "layers in the loop, width, heads"),
     "probe": Entry("probe", "Fig. 8", "what the states hold of X'y and of the least-squares weights, by loop and by layer"),
     "tabular": Entry("tabular", "Table 1 (OpenML)", "real tables, each left out of training once"),
-    "adaptive": Entry("adaptive", "section 7, future work", "mixed difficulty in one batch: loops by prompt and by token against fixed"),
+    "adaptive": Entry("adaptive", "section 7, future work", "mixed difficulty: loops by prompt and token"),
 }
 
 
@@ -48,4 +51,3 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
         notes=[*lab.notes, *outcome.notes],
         seconds=time.perf_counter() - begin,
     )
-

@@ -11,12 +11,15 @@ import click
 
 @click.command("experiment")
 @click.argument("name", required=False)
-@click.option("--preset", default="small", show_default=True, type=click.Choice(["tiny", "small", "paper"]), help="The numbers.")
+@click.option(
+    "--preset", default="small", show_default=True, type=click.Choice(["tiny", "small", "paper"]), help="The numbers."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of models and results; default experiments/PRESET.")
 @click.option("--models", "given", multiple=True, metavar="NAME=FOLDER", help="Use this model; a folder or a bundled model.")
 @click.option("--train/--no-train", "may_train", default=True, show_default=True, help="Train the models that are missing.")
 @click.option("--resume", is_flag=True, help="Go on with trainings that were stopped.")
 @click.option("--seeds", default="42", show_default=True, help="Train every model once for each: a list such as 42,43,44.")
+@click.option("--steps", "n_steps", type=click.IntRange(min=1), help="Of every training; default the experiment's own.")
 @click.option("--prompts", "n_prompts", type=click.IntRange(min=1), help="Of each measurement; default 64 (tiny) or 1280.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts that models are measured on.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train and measure: cpu or cuda.")
@@ -31,6 +34,7 @@ def experiment_command(
     may_train: bool,
     resume: bool,
     seeds: str,
+    n_steps: int | None,
     n_prompts: int | None,
     seed: int,
     device: str,
@@ -64,7 +68,19 @@ def experiment_command(
     if wrong := [text for text in given if "=" not in text]:
         raise click.UsageError(f"--models takes NAME=FOLDER, got {wrong[0]!r}")
     out = out or Path("experiments") / preset
-    lab = Lab(preset, out, models, may_train, resume, chosen, n_prompts or 0, seed, device, data)
+    lab = Lab(
+        preset,
+        out,
+        given=models,
+        may_train=may_train,
+        resume=resume,
+        seeds=chosen,
+        n_prompts=n_prompts or 0,
+        seed=seed,
+        n_steps=n_steps or 0,
+        device=device,
+        data=data,
+    )
     outcome = run_experiment(name, lab)
     if unused := sorted(set(models) - set(outcome.models)):
         known = ", ".join(outcome.models)

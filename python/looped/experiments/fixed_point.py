@@ -8,18 +8,18 @@ from looped.experiments.lab import Lab, n_parameters
 from looped.experiments.measure import Measured, by_examples, by_loops, fresh, measure, of_baseline
 from looped.experiments.outcome import Claim, Line, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
-from looped.train import preset
 
 REACH = 5  # times the trained loops
+Y = "squared error / variance of y"
 KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}
 
 
 def run(lab: Lab) -> Outcome:
-    config = preset(lab.preset)
+    config = lab.config()
     models = {
         "looped": lab.models("linear_regression", config),
-        "tied": lab.models("linear_regression_tied", preset(lab.preset, tied=True)),
-        "unlooped": lab.models("linear_regression_unlooped", preset(lab.preset, unlooped=True)),
+        "tied": lab.models("linear_regression_tied", lab.config(tied=True)),
+        "unlooped": lab.models("linear_regression_unlooped", lab.config(unlooped=True)),
     }
     task, n_points, n_loops = config.make_task(), config.points.end, config.model.n_loops
     prompts = dict(n_prompts=lab.n_prompts, n_points=n_points, seed=lab.seed)
@@ -30,11 +30,18 @@ def run(lab: Lab) -> Outcome:
     xs = range(1, REACH * n_loops + 1)
     lines = [Line(kind, xs, found.curve, KINDS[kind]) for kind, found in loops.items()]
     panels = [
-        Panel(f"error at {n_points - 1} examples", "loops", "squared error / variance of y", lines, "xy", [(n_loops, "trained loops")]),
+        Panel(
+            f"error at {n_points - 1} examples",
+            "loops",
+            Y,
+            lines,
+            "xy",
+            [(n_loops, "trained loops")],
+        ),
         Panel(
             f"error at the trained {n_loops} loops",
             "examples in the prompt",
-            "squared error / variance of y",
+            Y,
             [Line(name, range(n_points), found.curve, KINDS.get(name, "baseline")) for name, found in examples.items()],
             marks=[(task.n_dims, "as many examples\nas dimensions")],
         ),
@@ -72,9 +79,7 @@ def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measure
     return Sheet("error with all examples", columns, rows)
 
 
-def _claims(
-    models: dict, loops: dict[str, Measured], examples: dict[str, Measured], n_loops: int, n_dims: int
-) -> list[Claim]:
+def _claims(models: dict, loops: dict[str, Measured], examples: dict[str, Measured], n_loops: int, n_dims: int) -> list[Claim]:
     far = REACH * n_loops
     claims = []
     text = f"with injection the error stays where it is past the trained loops (here: within 1.2 x to {far} loops)"
@@ -84,7 +89,9 @@ def _claims(
     tied = loops["tied"].curve.mean if "tied" in loops else [math.nan] * far
     ratio = tied[far - 1] / tied[n_loops - 1]
     claims.append(Claim("Fig. 3", text, f"{ratio:.2f} x", None if math.isnan(ratio) else ratio > 2))
-    text = f"the looped model is as good as the unlooped one (here: within 1.3 x at {2 * n_dims} examples, 1/8 of the parameters)"
+    text = (
+        f"the looped model is as good as the unlooped one (here: within 1.3 x at {2 * n_dims} examples, 1/8 of the parameters)"
+    )
     if {"looped", "unlooped"} <= set(examples) and len(examples["looped"].curve.mean) > 2 * n_dims:
         ratio = examples["looped"].curve.mean[2 * n_dims] / examples["unlooped"].curve.mean[2 * n_dims]
         share = n_parameters(models["looped"][0]) / n_parameters(models["unlooped"][0])

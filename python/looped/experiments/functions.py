@@ -7,7 +7,6 @@ from looped.experiments.measure import Measured, by_examples, fresh, mean_ratio,
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso, baselines_for
 from looped.model import LoopedTransformer
-from looped.train import preset
 
 TASKS = ("linear_regression", "sparse_linear_regression", "decision_tree", "relu_2nn_regression")
 RIVALS = {  # of the paper, by task; the least of their errors is what the looped model is held against
@@ -25,9 +24,9 @@ def run(lab: Lab) -> Outcome:
     seconds: dict[str, float] = {}
     n_points = {}
     for name in TASKS:
-        config = preset(lab.preset, name)
+        config = lab.config(name)
         models = {"looped": lab.models(name, config)}
-        models["unlooped"] = lab.models(f"{name}_unlooped", preset(lab.preset, name, unlooped=True))
+        models["unlooped"] = lab.models(f"{name}_unlooped", lab.config(name, unlooped=True))
         if not any(models.values()):
             continue
         task, n_points[name] = config.make_task(), config.points.end
@@ -62,9 +61,7 @@ def _panel(name: str, found: dict[str, Measured], n_dims: int, n_points: int) ->
     return Panel(name.replace("_", " "), "examples in the prompt", y, lines, marks=[(n_dims, "d")])
 
 
-def _rows(
-    name: str, found: dict[str, Measured], models: dict[str, list[LoopedTransformer]], n_dims: int
-) -> list[list[Cell]]:
+def _rows(name: str, found: dict[str, Measured], models: dict[str, list[LoopedTransformer]], n_dims: int) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for label, one in found.items():
         errors = one.curve.mean
@@ -77,7 +74,7 @@ def _rows(
 
 def _claims(name: str, found: dict[str, Measured], n_dims: int) -> list[Claim]:
     title, claims = name.replace("_", " "), []
-    text = f"{title}: the looped model is as good as the unlooped one or better (here: within 1.1 x, in the geometric mean over examples)"
+    text = f"{title}: the looped model is as good as the unlooped one or better (here: within 1.1 x, geometric mean)"
     if {"looped", "unlooped"} <= set(found):
         ratio = mean_ratio(found["looped"].curve.mean, found["unlooped"].curve.mean)
         claims.append(Claim("Fig. 10", text, f"{ratio:.2f} x", ratio <= 1.1))

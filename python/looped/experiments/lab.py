@@ -13,11 +13,14 @@ from typing import Any
 from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
-from looped.train import TrainConfig, train
+from looped.train import Ramp, TrainConfig, preset, train
 
 log = logging.getLogger(__name__)
 
 N_PROMPTS = {"tiny": 64, "small": 1280, "paper": 1280}
+# What an experiment trains at "tiny": two dimensions are learned in a quarter of a minute. The preset is quicker still.
+TINY: dict[str, Any] = dict(n_steps=2000, batch_size=64, lr=3e-3, warmup_steps=100, decay="cosine", points=5, save_every=500)
+TINY_WIDTH, TINY_DIMS = 32, Ramp(1, 2, 1, 600)
 SEED = 42
 
 
@@ -26,10 +29,11 @@ class Lab:
     """An experiment's surroundings.
 
     preset: ``"tiny"``, ``"small"`` or ``"paper"``. out: the folder that models are trained in (out/models/NAME) and results are
-    written to; experiments with the same `out` share models. given: models by name, each a folder of `save_model` or the name of
-    a bundled one. may_train: train what is missing; else it is left out with a note. resume: go on with trainings that were
+    written to; experiments with the same `out` share models. given: models by name, each a folder of `save_model` or the name
+    of a bundled one. may_train: train what is missing; else it is left out with a note. resume: go on with trainings that were
     stopped. seeds: every model is trained once for each. n_prompts: of each measurement; default by the preset. seed: of these.
-    device: where to train and evaluate. data: where real tables come from, a source of `looped.icl.tabular`.
+    n_steps: of every training; default the experiment's own. device: where to train and evaluate. data: where real tables come
+    from, a source of `looped.icl.tabular`.
     """
 
     preset: str
@@ -40,6 +44,7 @@ class Lab:
     seeds: Sequence[int] = (SEED,)
     n_prompts: int = 0
     seed: int = 0
+    n_steps: int = 0
     device: str = "cpu"
     data: str = "bundled"
     progress: bool = True
@@ -53,6 +58,14 @@ class Lab:
             raise ValueError(f"Lab: seeds={list(self.seeds)} must be one or more, each once")
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
 
+    def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
+        """`looped.train.preset` of this preset, with what an experiment needs to learn something at "tiny"."""
+        if self.preset != "tiny":
+            return preset(self.preset, task, **changes)
+        dims = {} if task == "tabular" else {"dims": TINY_DIMS}
+        config = preset("tiny", task, **(TINY | dims | changes))
+        return dataclasses.replace(config, model=config.model.replace(d_model=TINY_WIDTH))
+
     def models(self, name: str, config: TrainConfig) -> list[LoopedTransformer]:
         """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
 
@@ -61,6 +74,9 @@ class Lab:
         """
         if name in self.given:
             return [self._given(name, config)]
+        if self.n_steps:
+            save_every = max(config.save_every, self.n_steps // 10)
+            config = dataclasses.replace(config, n_steps=self.n_steps, save_every=save_every)
         found = [self._one(name, dataclasses.replace(config, seed=seed)) for seed in self.seeds]
         return [model.to(self.device) for model in found if model is not None]
 
@@ -90,10 +106,10 @@ class Lab:
     def _one(self, name: str, config: TrainConfig) -> LoopedTransformer | None:
         folder, label = self.run_folder(name, config.seed), name if config.seed == SEED else f"{name}, seed {config.seed}"
         if (folder / "model").exists() and _is_run_of(folder / "train.json", config):
-            return self._note_model(label, load_model(folder / "model"), f"trained: {folder.name}")
+            return self._note_model(label, load_model(folder / "model"), f"trained: {folder.name}", config)
         for bundled, place in bundled_models().items():
             if _is_run_of(Path(place) / "train.json", config):
-                return self._note_model(label, load_model(place), f"bundled: {bundled}")
+                return self._note_model(label, load_model(place), f"bundled: {bundled}", config)
         if not self.may_train:
             self.notes.append(f"{label} is left out: it is neither given, bundled nor trained in {self.out / 'models'}")
             return None
@@ -104,11 +120,14 @@ class Lab:
             self.used[label] = {"source": "diverged", "reason": str(error)}
             self.notes.append(f"{label} diverged: {str(error).removeprefix('train: ')}")
             return None
-        return self._note_model(label, model, f"trained: {folder.name}")
+        return self._note_model(label, model, f"trained: {folder.name}", config)
 
-    def _note_model(self, label: str, model: LoopedTransformer, source: str) -> LoopedTransformer:
+    def _note_model(
+        self, label: str, model: LoopedTransformer, source: str, config: TrainConfig | None = None
+    ) -> LoopedTransformer:
         self.used[label] = {
             "source": source,
+            "n_steps": config.n_steps if config else None,
             "n_parameters": n_parameters(model),
             "n_loops": model.config.n_loops,
             "n_layers": model.config.n_core,

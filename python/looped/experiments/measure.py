@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Measured:
 def measure(
     prompts: Iterable[Prompts], ways: Mapping[str, Sequence[Callable[[Prompts], Tensor]]], *, slow: Iterable[str] = ()
 ) -> dict[str, Measured]:
-    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only. A way without functions is left out."""
+    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only; ways without functions none."""
     ways = {name: list(functions) for name, functions in ways.items() if functions}
     slow = set(slow)
     running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
@@ -48,16 +48,21 @@ def measure(
             room = SLOW_PROMPTS - running[name][0].n_prompts if name in slow else len(pairs.ys)
             if room <= 0:
                 continue
-            own = type(pairs)(*(part[:room] if isinstance(part, Tensor) else part for part in pairs))
+            own = pairs if room >= len(pairs.ys) else first_of(pairs, room)
             begin = time.perf_counter()
-            rows = [function(own).double().cpu() for function in functions]
+            rows: list[Tensor] = [function(own).double().cpu() for function in functions]
             seconds[name] += time.perf_counter() - begin
             for curve, one in zip(running[name], [torch.stack(rows).mean(dim=0), *rows], strict=True):
                 curve.add(one)
     return {
-        name: Measured(first.curve(), [one.mean() for one in rest], seconds[name])
-        for name, (first, *rest) in running.items()
+        name: Measured(first.curve(), [one.mean() for one in rest], seconds[name]) for name, (first, *rest) in running.items()
     }
+
+
+def first_of(pairs: Prompts, n_prompts: int) -> Prompts:
+    """The first prompts of a batch."""
+    cut: dict[str, Any] = {name: part[:n_prompts] for name, part in pairs._asdict().items() if isinstance(part, Tensor)}
+    return pairs._replace(**cut)
 
 
 def fresh(task: Task, n_prompts: int, n_points: int, seed: int) -> Iterable[Pairs]:
@@ -107,6 +112,13 @@ def mean_ratio(errors: Sequence[float], others: Sequence[float]) -> float:
     """The geometric mean of errors / others over the places from 1 on where both were measured; NaN where there are none."""
     logs = [math.log(a / b) for a, b in zip(errors[1:], others[1:], strict=True) if a > 0 and b > 0]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def joined(curves: Sequence[Curve]) -> Curve:
+    """The last places of several curves as the places of one."""
+    parts = ([getattr(curve, part)[-1] for curve in curves] for part in ("mean", "low", "high", "n_missing"))
+    mean, low, high, n_missing = parts
+    return Curve(mean, low, high, min(curve.n_prompts for curve in curves), n_missing)
 
 
 def single(values: Sequence[float], n_prompts: int = 0) -> Curve:

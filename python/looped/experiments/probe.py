@@ -1,4 +1,4 @@
-"""Fig. 8: how well X'y and the least-squares weights can be read from the state after each loop, and after each unlooped layer."""
+"""Fig. 8: how well X'y and the least-squares weights can be read from the state after each loop or unlooped layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from looped.icl.evaluate import evaluation_stream
 from looped.icl.probe import TARGETS, Probes, Sample, fit_probes, sample_states
 from looped.icl.tasks import Pairs, Task
 from looped.model import LoopedTransformer
-from looped.train import preset
 
 STEPS = {"tiny": 60, "small": 2000, "paper": 10_000}
 BATCH = {"tiny": 32, "small": 256, "paper": 1280}
@@ -24,7 +23,7 @@ PROBING_SEED = 0x9806E
 
 
 def run(lab: Lab) -> Outcome:
-    config = preset(lab.preset)
+    config = lab.config()
     task, n_points = config.make_task(), config.points.end
     n_examples = [k for k in sorted({max(1, task.n_dims // 2), task.n_dims, 2 * task.n_dims}) if k <= n_points]
     models = {
@@ -42,7 +41,10 @@ def run(lab: Lab) -> Outcome:
             f"probes of {TITLES[target]}",
             "loops, or layers",
             "squared error / dimensions",
-            [Line(name, range(1, e.shape[1] + 1), single(e[i].tolist(), lab.n_prompts), _kind(name)) for name, e in found.items()],
+            [
+                Line(name, range(1, e.shape[1] + 1), single(e[i].tolist(), lab.n_prompts), _kind(name))
+                for name, e in found.items()
+            ],
         )
         for i, target in enumerate(TARGETS)
     ]
@@ -58,6 +60,10 @@ def run(lab: Lab) -> Outcome:
     settings = dict(n_dims=task.n_dims, n_examples=n_examples, steps=STEPS[lab.preset], batch=BATCH[lab.preset], lr=1e-3)
     sheet = Sheet("squared error / dimensions of the probes, mean over numbers of examples", columns, rows)
     return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(found))
+
+
+def _line(name: str, errors: torch.Tensor, n_prompts: int) -> Line:
+    return Line(name, range(1, len(errors) + 1), single(errors.tolist(), n_prompts), _kind(name))
 
 
 def _kind(name: str) -> str:
@@ -90,9 +96,7 @@ def _errors(lab: Lab, probes: Probes, model: LoopedTransformer, task: Task, n_ex
     """[P, S, K] on fresh prompts with random w."""
     generator = evaluation_stream(lab.seed)
     sizes = [min(256, lab.n_prompts - start) for start in range(0, lab.n_prompts, 256)]
-    total = sum(
-        probes.errors(_drawer(lab, model, task, n_examples, size, False)(generator)) * size for size in sizes
-    )
+    total = sum(probes.errors(_drawer(lab, model, task, n_examples, size, False)(generator)) * size for size in sizes)
     assert isinstance(total, torch.Tensor)
     return total.cpu() / lab.n_prompts
 
@@ -109,11 +113,13 @@ def _claims(found: dict[str, torch.Tensor]) -> list[Claim]:
             claims.append(Claim("Fig. 8", text, f"{ratio:.2f} x, {looped[0]:.3g} to {looped[-1]:.3g}", ratio <= 1.1))
         if unlooped is not None:
             ratio = float(unlooped[-1] / unlooped.min())
-            text = f"{title}: the unlooped model is best at an inner layer and then turns to something else (here: last > 1.1 x)"
+            text = f"{title}: the unlooped model is best at an inner layer and turns to something else (here: last > 1.1 x)"
             claims.append(Claim("Fig. 8", text, f"{ratio:.2f} x, best at {int(unlooped.argmin()) + 1}", ratio > 1.1))
         if looped is not None and unlooped is not None:
             text = f"{title}: after its loops the looped model is below the unlooped one's best layer"
-            claims.append(Claim("Fig. 8", text, f"{looped[-1]:.3g} against {unlooped.min():.3g}", bool(looped[-1] < unlooped.min())))
+            claims.append(
+                Claim("Fig. 8", text, f"{looped[-1]:.3g} against {unlooped.min():.3g}", bool(looped[-1] < unlooped.min()))
+            )
         for kind in ("looped", "unlooped"):
             if kind in found:
                 own, control = float(found[kind][i].min()), float(found[f"{kind}, control"][i].min())

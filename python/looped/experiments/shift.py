@@ -16,7 +16,7 @@ from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.shifts import SHIFTS, Shift, ShiftedPairs, predict_queries, random_rotation, shifted_batches
 from looped.icl.tasks import Task
-from looped.train import TrainConfig, preset
+from looped.train import TrainConfig
 
 DEPTHS = {"tiny": (1, 2), "small": (1, 4, 12), "paper": (1, 4, 12, 20)}  # layers of the unlooped models
 RICH = ("skewed", "half_subspace", "random_orthants")  # where the paper finds depth to help, and the loop to match it
@@ -25,7 +25,7 @@ ALIKE = ("orthogonal_query", "overlapping_query")
 
 def unlooped_of_depth(lab: Lab, n_layers: int) -> tuple[str, TrainConfig]:
     """The unlooped model of so many layers, under the name that other experiments know it by where it is the preset's own."""
-    config = preset(lab.preset, unlooped=True)
+    config = lab.config(unlooped=True)
     name = "linear_regression_unlooped"
     if n_layers == config.model.n_core:
         return name, config
@@ -33,7 +33,7 @@ def unlooped_of_depth(lab: Lab, n_layers: int) -> tuple[str, TrainConfig]:
 
 
 def run(lab: Lab) -> Outcome:
-    config = preset(lab.preset)
+    config = lab.config()
     task, n_points = config.make_task(), config.points.end
     models = {"looped": lab.models("linear_regression", config)}
     for n_layers in DEPTHS[lab.preset]:

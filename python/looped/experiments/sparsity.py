@@ -8,7 +8,7 @@ from looped.experiments.lab import Lab
 from looped.experiments.measure import Measured, by_examples, fresh, mean_ratio, measure, of_baseline
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso
-from looped.train import Ramp, TrainConfig, preset
+from looped.train import Ramp, TrainConfig
 
 TASK = "sparse_linear_regression"
 SPARSITIES = {"tiny": (1, 2), "small": (1, 2, 4, 6), "paper": (1, 3, 6, 9, 12)}
@@ -17,7 +17,7 @@ ENOUGH = 0.1  # of the variance: the error whose number of examples is compared
 
 def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> tuple[str, TrainConfig]:
     """The run at a sparsity, under the name that other experiments know it by where it is the preset's own."""
-    own = preset(lab.preset, TASK, unlooped=unlooped)
+    own = lab.config(TASK, unlooped=unlooped)
     config = dataclasses.replace(own, task_options={"sparsity": sparsity})
     if lab.preset == "paper" and not unlooped:  # b = 30 and T = 15 serve every sparsity
         config = dataclasses.replace(config, model=config.model.replace(n_loops=30), window=15, loops=Ramp(15, 30, 2, 500))
@@ -67,7 +67,7 @@ def examples_needed(errors: list[float]) -> int | None:
 def _claims(found: dict[int, dict[str, Measured]]) -> list[Claim]:
     both = {sparsity: one for sparsity, one in found.items() if {"looped", "unlooped"} <= set(one)}
     ratios = {s: mean_ratio(one["looped"].curve.mean, one["unlooped"].curve.mean) for s, one in both.items()}
-    text = "at every sparsity the looped model is as good as the unlooped one or better (here: within 1.1 x, in the geometric mean)"
+    text = "at every sparsity the looped model is as good as the unlooped one or better (here: within 1.1 x, geometric mean)"
     measured = ", ".join(f"s={sparsity}: {ratio:.2f} x" for sparsity, ratio in ratios.items()) or "-"
     claims = [Claim("Fig. 11", text, measured, all(ratio <= 1.1 for ratio in ratios.values()) if ratios else None)]
     needed = {s: examples_needed(one["looped"].curve.mean) for s, one in found.items() if "looped" in one}

@@ -10,17 +10,16 @@ from torch import Tensor
 
 from looped.engine import solve
 from looped.experiments.lab import Lab
-from looped.experiments.measure import BATCH, Measured, Way, measure
+from looped.experiments.measure import BATCH, Measured, Way, joined, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.baselines import Baseline, KNearestNeighbours, Ridge
-from looped.icl.curves import Curve
 from looped.icl.prompts import interleave
 from looped.icl.tabular import Table, load_tables, queries
 from looped.icl.tasks import Pairs
 from looped.model import LoopedTransformer
-from looped.train import TrainConfig, preset
+from looped.train import TrainConfig
 
-STEPS = {"tiny": 12, "small": 4000, "paper": 100_000}
+STEPS = {"tiny": 2000, "small": 4000, "paper": 100_000}
 REPEATS = {"tiny": 1, "small": 5, "paper": 5}  # draws of the examples around each test row
 KINDS = {"looped": "looped", "unlooped": "twin"}
 
@@ -33,7 +32,9 @@ def run(lab: Lab) -> Outcome:
         models: dict[str, list[LoopedTransformer]] = {}
         for kind in KINDS:
             config = run_without(lab, table, unlooped=kind == "unlooped")
-            label = f"tabular_{'bundled' if lab.data == 'bundled' else 'openml'}_without_{re.sub('[^A-Za-z0-9]+', '_', table.name)}"
+            label = (
+                f"tabular_{'bundled' if lab.data == 'bundled' else 'openml'}_without_{re.sub('[^A-Za-z0-9]+', '_', table.name)}"
+            )
             models[kind] = lab.models(label + ("_unlooped" if kind == "unlooped" else ""), config)
             n_dims, n_points = config.model.n_dims or 0, config.points.end
         if not any(models.values()):
@@ -51,27 +52,24 @@ def run(lab: Lab) -> Outcome:
     for name in names:
         curves = [one[name].curve for one in found.values() if name in one]
         if len(curves) == len(found) and curves:
-            joined = Curve(*([getattr(c, part)[0] for c in curves] for part in ("mean", "low", "high")), curves[0].n_prompts, [])
-            lines.append(Line(name, range(len(curves)), joined, KINDS.get(name, "baseline")))
+            lines.append(Line(name, range(len(curves)), joined(curves), KINDS.get(name, "baseline")))
     title = "accuracy on the table left out: " + ", ".join(f"{i} {name}" for i, name in enumerate(found))
     panel = Panel(title, "table", "accuracy", lines, log="")
     columns = ["table", "rows", "features", "majority", *names]
-    settings = dict(data=lab.data, n_dims=n_dims, n_points=n_points, steps=STEPS[lab.preset], repeats=REPEATS[lab.preset])
+    settings = dict(data=lab.data, n_dims=n_dims, n_points=n_points, repeats=REPEATS[lab.preset])
     sheet = Sheet(f"accuracy with {n_points - 1} examples of a table that training did not see", columns, rows)
     return Outcome("tabular", "Table 1 (OpenML)", lab.preset, settings, [panel], sheet, [_claim(found)])
 
 
 def run_without(lab: Lab, table: Table, *, unlooped: bool) -> TrainConfig:
     """The run on every table but one."""
-    config = preset(lab.preset, "tabular", unlooped=unlooped, n_steps=STEPS[lab.preset])
+    config = lab.config("tabular", unlooped=unlooped, n_steps=STEPS[lab.preset])
     return dataclasses.replace(config, task_options={"source": lab.data, "leave_out": table.name})
 
 
 def _prompts(lab: Lab, table: Table, n_dims: int, n_points: int) -> Iterable[Pairs]:
     for repeat in range(REPEATS[lab.preset]):
-        yield from queries(
-            table, n_dims, n_points, n_queries=lab.n_prompts, seed=lab.seed + repeat, batch_size=BATCH
-        )
+        yield from queries(table, n_dims, n_points, n_queries=lab.n_prompts, seed=lab.seed + repeat, batch_size=BATCH)
 
 
 def _by_model(model: LoopedTransformer) -> Way:

@@ -1,11 +1,12 @@
-"""Probing: what the state holds of X'y and of the least-squares weights after each loop or layer (Yang et al., 2024, section 5).
+"""Probing: what the state holds of X'y and of the least-squares weights after each loop or layer (Yang et al., 2024, 5).
 
-A probe pools the tokens of a prompt with learned weights and passes the result through two layers (Alain and Bengio, 2016; Akyurek
-et al., 2022):
+A probe pools the tokens of a prompt with learned weights and passes the result through two layers (Alain and Bengio, 2016;
+Akyurek et al., 2022):
 
     alpha = softmax(s);  z = sum_t alpha_t Y_t;  W2' relu(W1' z + b1) + b2
 
-with its own s, W1, b1, W2, b2 for every stage (loop or layer) and every number of examples; it sees these examples' tokens alone.
+with its own s, W1, b1, W2, b2 for every stage (loop or layer) and every number of examples; it sees these examples' tokens
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ TARGETS = ("xty", "ols")
 
 
 class Sample(NamedTuple):
-    """states float32 [S, B, T, C] of B prompts after S stages; targets float32 [P, K, B, d]: P of them at K numbers of examples."""
+    """states float32 [S, B, T, C] of B prompts after S stages; targets float32 [P, K, B, d]: P of them at K numbers of
+    examples."""
 
     states: Tensor
     targets: Tensor
@@ -110,8 +112,8 @@ def fit_probes(
 ) -> Probes:
     """Train probes by Adam on a fresh sample each step.
 
-    draw: a sample from a CPU generator, of the same shapes each time. Probes do not share a parameter, so the sum of their errors
-    trains each on its own.
+    draw: a sample from a CPU generator, of the same shapes each time. Probes do not share a parameter, so the sum of their
+    errors trains each on its own.
     """
     generator = torch.Generator().manual_seed(seed)
     sample = draw(generator)

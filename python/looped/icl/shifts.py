@@ -1,7 +1,7 @@
-"""Distribution shifts: prompts unlike those that a model was trained on (Garg et al., 2022, section 4; Yang et al., appendix D).
+"""Distribution shifts: prompts unlike those that a model was trained on (Garg et al., 2022, 4; Yang et al., appendix D).
 
-Every shift keeps the mean square of an input at n_dims, so that errors compare. Under any of them a prompt takes the same random
-numbers, so that prompt i of a seed has the same function and the same Gaussian inputs, whatever the batch size.
+Every shift keeps the mean square of an input at n_dims, so that errors compare. Under any of them a prompt takes the same
+random numbers, so that prompt i of a seed has the same function and the same Gaussian inputs, whatever the batch size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from looped.icl.tasks import Task, normals
 
 
 class ShiftedPairs(NamedTuple):
-    """Prompts whose prediction i is asked at query_xs[:, i] after the pairs 0 .. i-1: float32 [B, n, d], [B, n], [B, n, d], [B, n].
+    """Prompts whose prediction i is asked at query_xs[:, i] after the pairs 0 .. i-1.
+
+    xs and query_xs float32 [B, n, d], ys and query_ys float32 [B, n].
 
     A query that cannot exist (orthogonal to as many examples as dimensions; equal to an example where there is none) is NaN, in
     query_xs and in query_ys. `is_plain`: the queries are the prompt's own points, so that one pass answers them all.
@@ -34,8 +36,8 @@ class ShiftedPairs(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The random numbers of B prompts, in float64: Gaussian inputs [B, n, d]; signs [B, d], -1 or 1; picks [B, n] in [0, 1); noise
-    [B, n], standard normal."""
+    """The random numbers of B prompts, in float64: Gaussian inputs [B, n, d]; signs [B, d], -1 or 1; picks [B, n] in [0, 1);
+    noise [B, n], standard normal."""
 
     xs: Tensor
     signs: Tensor
@@ -65,7 +67,9 @@ class Shift:
         """The variance of y under the shift (of a function linear in x), by which squared errors are divided."""
         return task.error_scale * (self.x_scale * self.y_scale) ** 2
 
-    def sample(self, task: Task, n_prompts: int, n_points: int, *, generator: torch.Generator, rotation: Tensor) -> ShiftedPairs:
+    def sample(
+        self, task: Task, n_prompts: int, n_points: int, *, generator: torch.Generator, rotation: Tensor
+    ) -> ShiftedPairs:
         """Draw prompts of n_points pairs of the task's functions.
 
         generator: a CPU generator; the k-th prompt drawn from it is the same for every way to split the draws into batches.
@@ -195,8 +199,8 @@ def shifted_batches(
 def predict_queries(predict: Callable[[Tensor, Tensor], Tensor], pairs: ShiftedPairs) -> Tensor:
     """Predictions [B, n] at the queries: entry i from the pairs 0 .. i-1 and query i alone, NaN where there is no query.
 
-    predict(xs, ys) gives [B, n] as the predictors of `looped.icl.evaluate` do. Where the queries are the prompt's own points this
-    is one call, else one for each point, of prompts that end with its query.
+    predict(xs, ys) gives [B, n] as the predictors of `looped.icl.evaluate` do. Where the queries are the prompt's own points
+    this is one call, else one for each point, of prompts that end with its query.
     """
     if pairs.is_plain:
         return predict(pairs.xs, pairs.ys)

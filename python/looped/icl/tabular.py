@@ -125,8 +125,8 @@ def _bundled() -> tuple[Table, ...]:
 def read_openml(data_id: int, folder: Path) -> Table:
     """One table of openml.org through scikit-learn, from the folder's cache, which is filled where it lacks it.
 
-    Columns that are not numeric are dropped; y numbers the labels in their order, and is -1 where they are numeric. Raises OSError where it must be downloaded and
-    cannot be.
+    Columns that are not numeric are dropped; y numbers the labels in their order, and is -1 where they are numeric. Raises
+    OSError where it must be downloaded and cannot be.
     """
     from sklearn.datasets import fetch_openml
 
@@ -144,8 +144,8 @@ def read_openml(data_id: int, folder: Path) -> Table:
 def why_left_out(table: Table, known: list[str]) -> str | None:
     """Why the authors' filters leave a table out; None where it passes.
 
-    5 to 20 numeric features, 1,000 to 10,000 rows, two classes, the smaller at least half of the larger, nothing missing, a name
-    of its own without "fri" (families of synthetic tables).
+    5 to 20 numeric features, 1,000 to 10,000 rows, two classes, the smaller at least half of the larger, nothing missing, a
+    name of its own without "fri" (families of synthetic tables).
     """
     n_rows, n_features = table.X.shape
     counts = np.bincount(np.maximum(table.y, 0), minlength=2)
@@ -183,7 +183,13 @@ def listed_ids(listing: dict[str, Any]) -> list[int]:
         if not set(needed) <= set(quality) or quality.get("NumberOfMissingValues", 0) > 0:
             continue
         numeric, features, rows, minority, majority = (quality[name] for name in needed)
-        if numeric >= 5 and features <= 20 and 1000 <= rows <= 10_000 and 2 * minority >= majority and "fri" not in entry["name"]:
+        if (
+            numeric >= 5
+            and features <= 20
+            and 1000 <= rows <= 10_000
+            and 2 * minority >= majority
+            and "fri" not in entry["name"]
+        ):
             ids.append(int(entry["did"]))
     return sorted(ids)
 
@@ -243,7 +249,9 @@ def without_replacement(uniforms: np.ndarray, n_rows: int) -> np.ndarray:
     """
     n = uniforms.shape[1]
     if n > n_rows:
-        raise ValueError(f"tabular: a prompt of {n} points needs a table of as many rows, and one has {n_rows}; take fewer points")
+        raise ValueError(
+            f"tabular: a prompt of {n} points needs a table of as many rows, and one has {n_rows}; take fewer points"
+        )
     left = n_rows - np.arange(n)
     ranks = np.minimum((uniforms * left).astype(np.int64), left - 1)
     chosen = np.empty_like(ranks)
@@ -258,8 +266,8 @@ def without_replacement(uniforms: np.ndarray, n_rows: int) -> np.ndarray:
 
 
 def queries(table: Table, n_dims: int, n_points: int, *, n_queries: int, seed: int, batch_size: int) -> Iterator[Pairs]:
-    """Test prompts of one table: each of n_queries different rows (all, if there are fewer), last in a prompt after n_points - 1
-    other rows drawn at random."""
+    """Test prompts of one table: each of n_queries different rows (all, if there are fewer), last in a prompt after n_points -
+    1 other rows drawn at random."""
     X, y = table.rows(n_dims)
     rng = np.random.default_rng([seed, 0x7AB])
     asked = rng.permutation(len(y))[:n_queries]

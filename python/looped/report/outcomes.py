@@ -82,10 +82,10 @@ def outcome_tables(outcome: Outcome) -> list[Table]:
     tables = [sheet]
     if outcome.models:
         models = Table(title="models", title_justify="left")
-        for column in ("name", "from", "parameters"):
-            models.add_column(column, justify="right" if column == "parameters" else "left")
+        for column in ("name", "from", "steps", "parameters"):
+            models.add_column(column, justify="right" if column in ("steps", "parameters") else "left")
         for name, model in outcome.models.items():
-            models.add_row(name, model["source"], f"{model['n_parameters']:,}" if "n_parameters" in model else "-")
+            models.add_row(name, model["source"], cell_text(model.get("n_steps")), cell_text(model.get("n_parameters")))
         tables.append(models)
     if outcome.claims:
         claims = Table(title="claims", title_justify="left", show_lines=True)

@@ -47,8 +47,8 @@ class TrainConfig:
 
     lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
     gradient's norm; None leaves it. weight_decay: decoupled (AdamW, Loshchilov and Hutter, 2019), on the matrices alone.
-    precision: ``"fp32"``; ``"tf32"``, float32 with TF32 products on a GPU, as the authors train; or ``"bf16"``, autocast with the
-    state, the loss and the weights in float32. The paper names the three for large windows.
+    precision: ``"fp32"``; ``"tf32"``, float32 with TF32 products on a GPU, as the authors train; or ``"bf16"``, autocast with
+    the state, the loss and the weights in float32. The paper names the three for large windows.
 
     n_distinct: None for fresh prompts, or the number of prompts in a fixed set that every batch is drawn from (the paper's
     sample efficiency); dims and points must then be constant. A model with `readout="classes"` is trained on the
@@ -121,7 +121,9 @@ class TrainConfig:
             if isinstance(self.n_distinct, bool) or not isinstance(self.n_distinct, int) or self.n_distinct < 1:
                 raise ValueError(f"TrainConfig: n_distinct={self.n_distinct!r} must be an integer of at least 1, or None")
             if self.dims.start != self.dims.end or self.points.start != self.points.end:
-                raise ValueError("TrainConfig: a fixed set of n_distinct prompts has no curriculum; give dims and points one number")
+                raise ValueError(
+                    "TrainConfig: a fixed set of n_distinct prompts has no curriculum; give dims and points one number"
+                )
         if not 1 <= self.window <= self.loops.start:
             raise ValueError(f"TrainConfig: window={self.window} must lie in 1 .. loops.start={self.loops.start}")
         if self.loops.end != self.model.n_loops:
@@ -223,9 +225,7 @@ SMALL = {
     "linear_regression": _LINEAR,
     "noisy_linear_regression": _LINEAR,
     "quadratic_regression": _LINEAR,
-    "sparse_linear_regression": Sizes(
-        n_dims=8, n_points=17, n_loops=20, window=12, dims_every=1000, options={"sparsity": 2}
-    ),
+    "sparse_linear_regression": Sizes(n_dims=8, n_points=17, n_loops=20, window=12, dims_every=1000, options={"sparsity": 2}),
     "decision_tree": Sizes(n_dims=4, n_points=21, n_loops=24, window=12, dims_every=2000, options={"depth": 2}),
     "relu_2nn_regression": Sizes(n_dims=4, n_points=21, n_loops=12, window=5, dims_every=2000, options={"hidden": 8}),
     "tabular": Sizes(n_dims=10, n_points=21, n_loops=20, window=12, dims_every=1500),
@@ -246,8 +246,8 @@ def preset(
     ones). ``"small"``: 4 to 8 dimensions and 11 to 21 points by the task (`SMALL`), for 2 CPU cores in an hour or a few.
     ``"tiny"``: seconds, for tests.
     `tied` trains the weight-tied twin, `unlooped` the transformer of Garg et al.: 12 layers of their own weights (2 at
-    ``"tiny"``), run once. Further keywords replace fields of `TrainConfig`. Raises ValueError for an unknown name or task, and for
-    both twins at once.
+    ``"tiny"``), run once. Further keywords replace fields of `TrainConfig`. Raises ValueError for an unknown name or task, and
+    for both twins at once.
     """
     if tied and unlooped:
         raise ValueError("preset: tied and unlooped are two twins; choose one")

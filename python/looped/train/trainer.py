@@ -34,6 +34,7 @@ from looped.train.recipe import TrainConfig
 log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
+CPU = torch.device("cpu")
 EXPLODED = 10.0  # times the loss of answering 0 (or all classes alike)
 EXPLODED_STEPS = 20  # so many in a row end the run
 DIVERGED_FILE = "diverged.json"
@@ -49,7 +50,7 @@ class Run:
     prompt_rng: torch.Generator
     task: Task
     pool: PromptPool | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     step: int = 0
     seconds: float = 0.0
     n_exploded: int = 0  # steps in a row
@@ -143,8 +144,8 @@ class Run:
         self.n_exploded = self.n_exploded + 1 if error.item() > EXPLODED * of_nothing else 0
         if self.n_exploded >= EXPLODED_STEPS:
             raise FloatingPointError(
-                f"train: the loss has exploded at step {step + 1}: it is {error.item():.3g}, and answering 0 has {of_nothing:.3g}; "
-                f"{REMEDY}"
+                f"train: the loss has exploded at step {step + 1}: it is {error.item():.3g}, and that of answering 0 is "
+                f"{of_nothing:.3g}; {REMEDY}"
             )
         self.optimizer.step()
         self.step += 1
@@ -174,8 +175,9 @@ def train(
     """Train, and leave the model in `folder`/model. Returns it on the device.
 
     resume: go on from the folder's last checkpoint, if it has one; the result is bit for bit that of a run that was never
-    stopped (same thread count, device and torch). An interrupt (Ctrl-C, SIGTERM) finishes the step, writes a checkpoint and then
-    raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the CPU.
+    stopped (same thread count, device and torch). An interrupt (Ctrl-C, SIGTERM) finishes the step, writes a checkpoint and
+    then raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the
+    CPU.
 
     Raises ValueError where the folder holds a run and `resume` is False, or a run of another configuration; OSError where a
     checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges (the last
