@@ -180,7 +180,8 @@ def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used) -> P
             running = RunningCurve()
             running.add(loops[:, None])
             curves.append(running.curve())
-        lines.append(Line(family, [difficulty for difficulty, _ in own], joined(curves)))
+        if curves:
+            lines.append(Line(family, [difficulty for difficulty, _ in own], joined(curves)))
     return Panel(f"{name.replace('_', ' ')}: loops used at {SHOWN:g}, by difficulty", "difficulty", "loops", lines, log="")
 
 

@@ -38,8 +38,10 @@ STEPS = {"tiny": 2000, "small": 8000, "paper": 500_000}
 
 
 def published_run(lab: Lab, task: str, n_loops: int, window: int) -> tuple[str, TrainConfig]:
-    """A run by the published recipe (no loss but the window's, no loops beyond b), with its name."""
-    config = lab.config(task, n_steps=STEPS[lab.preset])
+    """A run by the published recipe (no loss but the window's, no loops beyond b), with its name: the task's where that is the
+    preset's own run."""
+    own = lab.config(task)
+    config = dataclasses.replace(own, n_steps=STEPS[lab.preset])
     config = dataclasses.replace(
         config,
         model=config.model.replace(n_loops=n_loops),
@@ -48,7 +50,7 @@ def published_run(lab: Lab, task: str, n_loops: int, window: int) -> tuple[str, 
         rest_weight=0.0,
         extra_loops=0,
     )
-    return f"{task}_b{n_loops}_T{window}", config
+    return task if config == own else f"{task}_b{n_loops}_T{window}", config
 
 
 def run(lab: Lab) -> Outcome:
