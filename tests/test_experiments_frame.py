@@ -148,6 +148,20 @@ def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
     assert lab.used["m"]["source"] == "diverged"
 
 
+def test_a_run_that_has_diverged_is_not_tried_again(tmp_path, monkeypatch):
+    lab = quick(tmp_path, n_steps=0)
+    config = dataclasses.replace(lab.config(), n_steps=30, save_every=1, lr=1e6)
+    assert lab.models("m", config) == []
+    (note,) = lab.notes
+    assert "step" in note
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    again = quick(tmp_path, n_steps=0)
+    assert again.models("m", config) == []
+    assert again.notes[0].split(" (")[0] == note.split(" (")[0]
+    with pytest.raises(AssertionError, match="trained again"):
+        again.models("m", dataclasses.replace(config, lr=1e-3))
+
+
 def test_unknown_presets_and_experiments_are_named(tmp_path):
     with pytest.raises(ValueError, match="preset='huge' is not one of tiny, small, paper"):
         Lab("huge", tmp_path)

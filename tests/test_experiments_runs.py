@@ -157,7 +157,7 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
 
     monkeypatch.setattr("looped.experiments.lab.train", diverge)
     outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
-    assert [row[-1] for row in outcome.sheet.rows] == ["training: train: the loss has exploded at step 9"] * 4
+    assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
     assert outcome.claims == []
 
 

@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -315,3 +319,17 @@ def test_a_spike_is_no_divergence(tmp_path, monkeypatch):
     train(tiny(n_steps=40), tmp_path, progress=False)
     assert (tmp_path / "model").exists()
     assert not (tmp_path / "diverged.json").exists()
+
+
+# The script for a GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it trains for half an hour")
+def test_the_device_script_runs_without_a_gpu(tmp_path):
+    script = Path(__file__).parents[1] / "benches" / "train_device.sh"
+    environment = os.environ | {"PYTHON": sys.executable, "PROMPTS": "1", "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(script), str(tmp_path / "run"), "5", "--set", "save_every=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 3 of 3 after" in done.stdout
+    assert (tmp_path / "run" / "evaluation" / "evaluation.json").exists()

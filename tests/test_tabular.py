@@ -282,7 +282,7 @@ def test_tables_are_trained_on_as_classes(tmp_path):
 def test_accuracy_of_a_model_that_copies_the_last_label(tmp_path, monkeypatch):
     monkeypatch.setattr(tabular, "_bundled", lambda: _easy())
     load_tables.cache_clear()
-    outcome = run_experiment("tabular", Lab("tiny", tmp_path, progress=False))
+    outcome = run_experiment("tabular", Lab("tiny", tmp_path, n_steps=12, progress=False))
     load_tables.cache_clear()
     rows = {row[0]: row for row in outcome.sheet.rows}
     assert set(rows) == {"a", "b"}

@@ -14,6 +14,7 @@ from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, preset, train
+from looped.train.trainer import why_diverged
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +114,21 @@ class Lab:
         if not self.may_train:
             self.notes.append(f"{label} is left out: it is neither given, bundled nor trained in {self.out / 'models'}")
             return None
+        if (reason := why_diverged(config, folder)) is not None:
+            self._note_divergence(label, reason)
+            return None
         log.info("training %s for %s steps in %s", label, f"{config.n_steps:,}", folder)
         try:
             model = train(config, folder, resume=self.resume, progress=self.progress, device=self.device)
         except FloatingPointError as error:
-            self.used[label] = {"source": "diverged", "reason": str(error)}
-            self.notes.append(f"{label} diverged: {str(error).removeprefix('train: ')}")
+            self._note_divergence(label, str(error))
             return None
         return self._note_model(label, model, f"trained: {folder.name}", config)
+
+    def _note_divergence(self, label: str, reason: str) -> None:
+        reason = reason.removeprefix("train: ")
+        self.used[label] = {"source": "diverged", "reason": reason}
+        self.notes.append(f"{label} diverged: {reason}")
 
     def _note_model(
         self, label: str, model: LoopedTransformer, source: str, config: TrainConfig | None = None

@@ -274,12 +274,17 @@ DEFAULTS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
 NEWER_FIELDS = ("weight_decay", "precision", "n_distinct")  # that checkpoints of older runs do not name
 
 
+def why_diverged(config: TrainConfig, folder: Path) -> str | None:
+    """What ended this very run in the folder, where it diverged; else None."""
+    path = folder / DIVERGED_FILE
+    note = json.loads(path.read_text()) if path.exists() else {}
+    return str(note["reason"]) if note.get("config") == json.loads(json.dumps(config.to_dict())) else None
+
+
 def _stop_if_diverged(config: TrainConfig, folder: Path, resume: bool) -> None:
     """Raises FloatingPointError where this run has diverged before: it would again."""
-    if (folder / DIVERGED_FILE).exists() and resume:
-        note = json.loads((folder / DIVERGED_FILE).read_text())
-        if note["config"] == json.loads(json.dumps(config.to_dict())):
-            raise FloatingPointError(note["reason"])
+    if resume and (reason := why_diverged(config, folder)):
+        raise FloatingPointError(reason)
     (folder / DIVERGED_FILE).unlink(missing_ok=True)
 
 
