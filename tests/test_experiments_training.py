@@ -19,9 +19,10 @@ from looped.icl.tasks import PromptPool
 from looped.model import FUSED
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, loss, preset, train, train_seeds, trainer
+from looped.train.divergence import EXPLODED_STEPS
 from looped.train.loss import matrix_products, prediction_errors, state_after, window_errors
 from looped.train.recipe import PAPER
-from looped.train.trainer import EXPLODED_STEPS, Run
+from looped.train.trainer import Run
 
 needs_engine = pytest.mark.skipif("cpu" not in FUSED, reason="needs the C++ engine")
 

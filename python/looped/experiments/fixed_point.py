@@ -21,7 +21,8 @@ def run(lab: Lab) -> Outcome:
         "tied": lab.models("linear_regression_tied", lab.config(tied=True)),
         "unlooped": lab.models("linear_regression_unlooped", lab.config(unlooped=True)),
     }
-    task, n_points, n_loops = config.make_task(), config.points.end, config.model.n_loops
+    task, n_points = config.make_task(), config.points.end
+    n_loops = models["looped"][0].config.n_loops if models["looped"] else config.model.n_loops
     prompts = dict(n_prompts=lab.n_prompts, n_points=n_points, seed=lab.seed)
     looping = {kind: by_loops(models[kind], task, REACH * n_loops) for kind in ("looped", "tied")}
     loops = measure(fresh(task, **prompts), looping)

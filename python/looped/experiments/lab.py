@@ -14,7 +14,7 @@ from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, preset, train
-from looped.train.trainer import why_diverged
+from looped.train.divergence import why_diverged
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
 from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
-from looped.train import provenance
+from looped.train import divergence, provenance
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 
@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
 CPU = torch.device("cpu")
-EXPLODED = 10.0  # times the loss of answering 0 (or all classes alike)
-EXPLODED_STEPS = 20  # so many in a row end the run
-DIVERGED_FILE = "diverged.json"
 
 
 @dataclass
@@ -100,8 +97,8 @@ class Run:
     def advance(self) -> dict[str, Any]:
         """One optimizer step on fresh prompts. Returns the numbers for the log.
 
-        Raises FloatingPointError, naming the step, where the loss or its gradient is not finite, and where the loss has been
-        `EXPLODED` times that of answering 0 for `EXPLODED_STEPS` steps in a row. The weights are then those before the step.
+        Raises FloatingPointError, naming the step, where the loss or its gradient is not finite, and where it has exploded
+        (`looped.train.divergence`). The weights are then those before the step.
         """
         config, step = self.config, self.step
         n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
@@ -137,22 +134,12 @@ class Run:
             "lr": config.lr_at(step),
             "grad_norm": norm.item(),
         }
-        if not (math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])):
-            raise FloatingPointError(f"train: the loss or its gradient is not finite at step {step + 1}; {REMEDY}")
-        n_classes = config.model.readout_width
-        of_nothing = ys.square().mean().item() if config.model.readout == "scalar" else math.log(n_classes)
-        self.n_exploded = self.n_exploded + 1 if error.item() > EXPLODED * of_nothing else 0
-        if self.n_exploded >= EXPLODED_STEPS:
-            raise FloatingPointError(
-                f"train: the loss has exploded at step {step + 1}: it is {error.item():.3g}, and that of answering 0 is "
-                f"{of_nothing:.3g}; {REMEDY}"
-            )
+        of_nothing = ys.square().mean().item() if config.model.readout == "scalar" else math.log(config.model.readout_width)
+        self.n_exploded = divergence.count_exploded(self.n_exploded, error.item(), of_nothing)
+        divergence.check(step + 1, numbers["loss"], numbers["grad_norm"], self.n_exploded)
         self.optimizer.step()
         self.step += 1
         return numbers
-
-
-REMEDY = "start again in another folder with a lower lr, a grad_clip, weight_decay or a shorter window"
 
 
 def _optimizer(config: TrainConfig, model: LoopedTransformer) -> torch.optim.Optimizer:
@@ -209,7 +196,7 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
     run = Run.start(config, device)
     if (folder / "state.pt").exists():
         _load_into(run, folder, resume)
-    _stop_if_diverged(config, folder, resume)
+    divergence.forget_or_raise(config, folder, resume)
     for leftover in folder.glob("*.partial"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
     write_atomically(folder / "train.json", json.dumps(config.to_dict(), indent=2).encode())
@@ -238,8 +225,7 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
             try:
                 numbers = run.advance()
             except FloatingPointError as error:
-                note = {"step": run.step + 1, "reason": str(error), "checkpoint": saved_step, "config": config.to_dict()}
-                write_atomically(folder / DIVERGED_FILE, json.dumps(note, indent=2).encode())
+                divergence.note(config, folder, run.step + 1, saved_step, str(error))
                 raise FloatingPointError(f"{error} (last checkpoint: step {saved_step})") from None
             took = time.perf_counter() - begin
             run.seconds += took
@@ -272,20 +258,6 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
 
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
 NEWER_FIELDS = ("weight_decay", "precision", "n_distinct")  # that checkpoints of older runs do not name
-
-
-def why_diverged(config: TrainConfig, folder: Path) -> str | None:
-    """What ended this very run in the folder, where it diverged; else None."""
-    path = folder / DIVERGED_FILE
-    note = json.loads(path.read_text()) if path.exists() else {}
-    return str(note["reason"]) if note.get("config") == json.loads(json.dumps(config.to_dict())) else None
-
-
-def _stop_if_diverged(config: TrainConfig, folder: Path, resume: bool) -> None:
-    """Raises FloatingPointError where this run has diverged before: it would again."""
-    if resume and (reason := why_diverged(config, folder)):
-        raise FloatingPointError(reason)
-    (folder / DIVERGED_FILE).unlink(missing_ok=True)
 
 
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
