@@ -21,6 +21,7 @@ from looped.experiments.measure import (
     first_of,
     fresh,
     joined,
+    line,
     mean_ratio,
     measure,
     of_baseline,
@@ -197,6 +198,8 @@ def test_measuring_averages_over_models_prompt_by_prompt():
     np.testing.assert_allclose(found["both"].curve.mean, (2 * ys).mean(dim=0))
     np.testing.assert_allclose(found["both"].by_model, [ys.mean(dim=0), 3 * ys.mean(dim=0)])
     assert found["slow"].curve.n_prompts == 128
+    assert line("l", range(3), found["both"]).by_seed == found["both"].by_model
+    assert line("l", range(3), found["slow"]).by_seed == ()
     np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
 
 
@@ -234,7 +237,17 @@ def outcome(**changes):
         figures="Fig. 0",
         preset="tiny",
         settings={"tol": math.inf},
-        panels=[Panel("p", "x", "y", [Line("a", [1, 2], single([0.5, math.nan], 3)), Line("b", [1], single([0.0]), "twin")])],
+        panels=[
+            Panel(
+                "p",
+                "x",
+                "y",
+                [
+                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]]),
+                    Line("b", [1], single([0.0]), "twin"),
+                ],
+            )
+        ],
         sheet=Sheet("table", ["", "n", "value"], [["row", 1200, 0.12345], ["", None, 1e-7]]),
     )
     return Outcome(**(fields | changes))
@@ -246,6 +259,7 @@ def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
     read = json.loads((tmp_path / "new" / "test.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert read["settings"] == {"tol": None}
     assert read["panels"][0]["lines"][0]["mean"] == [0.5, None]
+    assert [one["by_seed"] for one in read["panels"][0]["lines"]] == [[[0.4, 1.0], [0.6, 1.0]], []]
     assert read["table"]["rows"] == [["row", 1200, 0.12345], ["", None, 1e-7]]
     lines = (tmp_path / "new" / "test.csv").read_text().splitlines()
     assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts"

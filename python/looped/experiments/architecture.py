@@ -6,8 +6,8 @@ import dataclasses
 
 from looped.experiments.lab import Lab, n_parameters
 from looped.experiments.loops_and_window import published_run, settled_at
-from looped.experiments.measure import Measured, by_loops, fresh, measure
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import Measured, by_loops, fresh, line, measure
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.train import TrainConfig
 
 TASK = "linear_regression"
@@ -54,7 +54,7 @@ def run(lab: Lab) -> Outcome:
             ]
             rows.append(row)
         xs = range(1, REACH * n_loops + 1)
-        lines = [Line(f"{value}", xs, one.curve) for value, one in found[field].items()]
+        lines = [line(f"{value}", xs, one) for value, one in found[field].items()]
         y = "squared error / variance of y, all examples"
         panels.append(Panel(TITLES[field], "loops", y, lines, "xy", [(n_loops, "trained loops")]))
     columns = ["", "value", "parameters", "error at b", "best", "settled at loop", f"at {REACH} b"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from looped.experiments.lab import Lab, n_parameters
-from looped.experiments.measure import Measured, by_examples, by_loops, fresh, measure, of_baseline
-from looped.experiments.outcome import Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import Measured, by_examples, by_loops, fresh, line, measure, of_baseline
+from looped.experiments.outcome import Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 
 REACH = 5  # times the trained loops
@@ -29,7 +29,7 @@ def run(lab: Lab) -> Outcome:
     ways = {kind: by_examples(found, task) for kind, found in models.items()}
     examples = measure(fresh(task, **prompts), ways | {"least squares": of_baseline(LeastSquares(), task)})
     xs = range(1, REACH * n_loops + 1)
-    lines = [Line(kind, xs, found.curve, KINDS[kind]) for kind, found in loops.items()]
+    lines = [line(kind, xs, found, KINDS[kind]) for kind, found in loops.items()]
     panels = [
         Panel(
             f"error at {n_points - 1} examples",
@@ -43,7 +43,7 @@ def run(lab: Lab) -> Outcome:
             f"error at the trained {n_loops} loops",
             "examples in the prompt",
             Y,
-            [Line(name, range(n_points), found.curve, KINDS.get(name, "baseline")) for name, found in examples.items()],
+            [line(name, range(n_points), found, KINDS.get(name, "baseline")) for name, found in examples.items()],
             marks=[(task.n_dims, "as many examples\nas dimensions")],
         ),
     ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from looped.experiments.lab import Lab, n_parameters
-from looped.experiments.measure import Measured, by_examples, fresh, mean_ratio, measure, of_baseline
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import Measured, by_examples, fresh, line, mean_ratio, measure, of_baseline
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso, baselines_for
 from looped.model import LoopedTransformer
 
@@ -56,7 +56,7 @@ def _panel(name: str, found: dict[str, Measured], n_dims: int, n_points: int) ->
     lines = []
     for label, one in found.items():
         few = f" ({one.curve.n_prompts} prompts)" if label not in kinds and one.curve.n_prompts <= 128 else ""
-        lines.append(Line(label.replace("_", " ") + few, range(n_points), one.curve, kinds.get(label, "baseline")))
+        lines.append(line(label.replace("_", " ") + few, range(n_points), one, kinds.get(label, "baseline")))
     y = "squared error / variance of y"
     return Panel(name.replace("_", " "), "examples in the prompt", y, lines, marks=[(n_dims, "d")])
 

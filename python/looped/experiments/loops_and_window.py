@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab
-from looped.experiments.measure import Measured, by_loops, fresh, measure
+from looped.experiments.measure import Measured, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.train import Ramp, TrainConfig
 
@@ -71,7 +71,7 @@ def run(lab: Lab) -> Outcome:
                 ways = {"looped": by_loops(models, task, REACH * n_loops)}
                 one = measure(fresh(task, lab.n_prompts, config.points.end, lab.seed), ways)["looped"]
                 found[n_loops, window] = one
-                lines[window].append(Line(f"b={n_loops}", range(1, REACH * n_loops + 1), one.curve))
+                lines[window].append(line(f"b={n_loops}", range(1, REACH * n_loops + 1), one))
                 rows.append([name, n_loops, window, *_row(one.curve.mean, n_loops)])
         y = "squared error / variance of y, all examples"
         for window, some in lines.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from looped.exits import Fixed
+from looped.experiments.outcome import Line
 from looped.icl.baselines import Baseline
 from looped.icl.curves import Curve, RunningCurve
 from looped.icl.evaluate import SLOW_PROMPTS, batches
@@ -57,6 +58,11 @@ def measure(
     return {
         name: Measured(first.curve(), [one.mean() for one in rest], seconds[name]) for name, (first, *rest) in running.items()
     }
+
+
+def line(label: str, xs: Sequence[float], found: Measured, kind: str = "looped") -> Line:
+    """What was measured as a line of a panel, with that of each model where there are several."""
+    return Line(label, xs, found.curve, kind, found.by_model if len(found.by_model) > 1 else ())
 
 
 def first_of(pairs: Prompts, n_prompts: int) -> Prompts:

@@ -20,16 +20,25 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a panel: `curve` over `xs`. kind: ``"looped"``, ``"twin"`` (tied, unlooped) or ``"baseline"``."""
+    """A curve of a panel: `curve` over `xs`. kind: ``"looped"``, ``"twin"`` (tied, unlooped) or ``"baseline"``.
+
+    by_seed: the means of each of several models over whose mean `curve` is.
+    """
 
     label: str
     xs: Sequence[float]
     curve: Curve
     kind: str = "looped"
+    by_seed: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         if len(self.xs) != len(self.curve.mean):
             raise ValueError(f"Line: {self.label} has {len(self.xs)} places and {len(self.curve.mean)} values")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with those of the curve among them."""
+        own = {"label": self.label, "kind": self.kind, "xs": list(self.xs), "by_seed": [list(one) for one in self.by_seed]}
+        return own | self.curve.to_dict()
 
 
 @dataclass(frozen=True)
@@ -81,14 +90,7 @@ class Outcome:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity are null."""
         panels = [
-            {
-                "title": panel.title,
-                "x": panel.x,
-                "y": panel.y,
-                "lines": [
-                    {"label": line.label, "kind": line.kind, "xs": list(line.xs)} | line.curve.to_dict() for line in panel.lines
-                ],
-            }
+            {"title": panel.title, "x": panel.x, "y": panel.y, "lines": [line.to_dict() for line in panel.lines]}
             for panel in self.panels
         ]
         head = {name: getattr(self, name) for name in ("experiment", "figures", "preset", "settings", "models", "seconds")}

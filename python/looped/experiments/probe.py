@@ -41,10 +41,7 @@ def run(lab: Lab) -> Outcome:
             f"probes of {TITLES[target]}",
             "loops, or layers",
             "squared error / dimensions",
-            [
-                Line(name, range(1, e.shape[1] + 1), single(e[i].tolist(), lab.n_prompts), _kind(name))
-                for name, e in found.items()
-            ],
+            [_line(name, errors[i], lab.n_prompts) for name, errors in found.items()],
         )
         for i, target in enumerate(TARGETS)
     ]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from looped.experiments.lab import Lab
-from looped.experiments.measure import BATCH, Measured, mean_ratio, measure
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import BATCH, Measured, line, mean_ratio, measure
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
@@ -62,7 +62,7 @@ def run(lab: Lab) -> Outcome:
             name.replace("_", " "),
             "examples in the prompt",
             "squared error / variance of y",
-            [Line(one, range(n_points), got.curve, _kind(one)) for one, got in measured.items()],
+            [line(one, range(n_points), got, _kind(one)) for one, got in measured.items()],
             marks=[(task.n_dims, "d")],
         )
         for name, measured in found.items()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from looped.experiments.lab import Lab
-from looped.experiments.measure import Measured, by_examples, fresh, mean_ratio, measure, of_baseline
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import Measured, by_examples, fresh, line, mean_ratio, measure, of_baseline
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso
 from looped.train import Ramp, TrainConfig
 
@@ -41,7 +41,7 @@ def run(lab: Lab) -> Outcome:
             f"{sparsity} of {n_dims} weights are not 0",
             "examples in the prompt",
             "squared error / variance of y",
-            [Line(kind, range(n_points), one.curve, kinds[kind]) for kind, one in measured.items()],
+            [line(kind, range(n_points), one, kinds[kind]) for kind, one in measured.items()],
         )
         for sparsity, measured in found.items()
     ]

@@ -50,6 +50,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         style: dict[str, Any] = dict(color=color, linestyle=STYLES[line.kind], marker="o" if len(mean) <= 6 else None)
         axes.plot(line.xs, mean, label=line.label, markersize=4, linewidth=2 if line.kind == "looped" else 1.3, **style)
         axes.fill_between(line.xs, low, high, color=color, alpha=0.16, linewidth=0)
+        for means in line.by_seed:
+            axes.plot(line.xs, _shown(list(means), "y" in panel.log), color=color, linewidth=0.6, alpha=0.5)
         logs = {axis: known or _has_positive(line, axis) for axis, known in logs.items()}
     for x, text in panel.marks:
         axes.axvline(x, color="0.6", linewidth=1, linestyle=":")
