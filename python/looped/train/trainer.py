@@ -50,7 +50,7 @@ class Run:
     device: torch.device = CPU
     step: int = 0
     seconds: float = 0.0
-    n_exploded: int = 0  # steps in a row
+    n_exploded: int = 0  # steps in a row; 0 in every checkpoint
 
     @classmethod
     def start(cls, config: TrainConfig, device: torch.device | str = "cpu") -> Run:
@@ -72,7 +72,6 @@ class Run:
             "config": self.config.to_dict(),
             "step": self.step,
             "seconds": self.seconds,
-            "n_exploded": self.n_exploded,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "prompt_rng": self.prompt_rng.get_state(),
@@ -86,7 +85,6 @@ class Run:
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
-        self.n_exploded = state.get("n_exploded", 0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.prompt_rng.set_state(state["prompt_rng"])
