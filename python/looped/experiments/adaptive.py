@@ -151,9 +151,8 @@ def _study(
             if tol == SHOWN and way == "per prompt":
                 panels.append(_by_difficulty(name, some, level, used))
                 claims += _claims(name, some, level, used)
-        text = (
-            f"{name.replace('_', ' ')}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
-        )
+        title = name.replace("_", " ")
+        text = f"{title}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
         claims.append(Claim("future work", text, f"at {wins} of {len(TOLERANCES)}", 2 * wins > len(TOLERANCES)))
     xs = range(1, cap + 1)
     lines = [Line("same loops for all", xs, _curve(every), "baseline")]
