@@ -193,7 +193,7 @@ def test_full_disk_leaves_the_last_checkpoint_whole(tmp_path, monkeypatch):
         ) as caught:
             train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert caught.value.errno == errno.ENOSPC
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "state.pt", "train.json"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "log.jsonl", "provenance.jsonl", "state.pt", "train.json"]
     resumed = train(tiny(), tmp_path / "run", resume=True, progress=False)
     assert torch.equal(weights(resumed), weights(train(tiny(), tmp_path / "other", progress=False)))
 
@@ -216,7 +216,7 @@ def test_diverging_training_says_so(tmp_path, monkeypatch):
     run = Run.start(tiny())
     with torch.no_grad():
         run.model.read_out.weight.fill_(float("inf"))
-    monkeypatch.setattr(Run, "start", classmethod(lambda cls, config: run))
+    monkeypatch.setattr(Run, "start", classmethod(lambda cls, config, device: run))
     with pytest.raises(FloatingPointError, match="not finite at step 1; start again in another folder"):
         train(tiny(), tmp_path, progress=False)
 

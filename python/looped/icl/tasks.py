@@ -258,11 +258,22 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_task(name: str, n_dims: int, **options: Any) -> Task:
-    """A task by its name in `TASKS`. Raises ValueError that names the nearest for an unknown one."""
+    """A task by its name in `TASKS`, or "tabular" (rows of real tables, `looped.icl.tabular`).
+
+    Raises ValueError that names the nearest for an unknown one.
+    """
+    if name == "tabular":
+        from looped.icl.tabular import TabularTask
+
+        return _made(TabularTask, name, n_dims, options)
     if name not in TASKS:
         nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown task {name!r}; did you mean {nearest!r}? (of {', '.join(TASKS)})")
+    return _made(TASKS[name], name, n_dims, options)
+
+
+def _made(task: Callable[..., Task], name: str, n_dims: int, options: dict[str, Any]) -> Task:
     try:
-        return TASKS[name](n_dims, **options)
+        return task(n_dims, **options)
     except TypeError as error:
         raise ValueError(f"task {name}: options {options} do not fit it ({error})") from error

@@ -1,6 +1,6 @@
 """Training looped in-context learners."""
 
 from looped.train.recipe import Ramp, TrainConfig, preset
-from looped.train.trainer import train
+from looped.train.trainer import train, train_seeds
 
-__all__ = ["Ramp", "TrainConfig", "preset", "train"]
+__all__ = ["Ramp", "TrainConfig", "preset", "train", "train_seeds"]

@@ -46,9 +46,16 @@ class TrainConfig:
     in the last loop, with 0 to `extra_loops` more loops (a new random number each step). The published recipe has neither.
 
     lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
-    gradient's norm; None leaves it. save_every: steps between checkpoints that a killed run resumes from. keep_every:
-    steps between copies of the model that stay; 0 keeps none. seed: of the weights and of the prompts. task_options: fields of
-    the task beside n_dims.
+    gradient's norm; None leaves it. weight_decay: decoupled (AdamW, Loshchilov and Hutter, 2019), on the matrices alone.
+    precision: ``"fp32"``; ``"tf32"``, float32 with TF32 products on a GPU, as the authors train; or ``"bf16"``, autocast with
+    the state, the loss and the weights in float32. The paper names the three for large windows.
+
+    n_distinct: None for fresh prompts, or the number of prompts in a fixed set that every batch is drawn from (the paper's
+    sample efficiency); dims and points must then be constant. A model with `readout="classes"` is trained on the
+    cross-entropy of y as a class, any other one on the squared error.
+
+    save_every: steps between checkpoints that a killed run resumes from. keep_every: steps between copies of the model that
+    stay; 0 keeps none. seed: of the weights and of the prompts. task_options: fields of the task beside n_dims.
 
     Raises ValueError for values that do not fit each other.
     """
@@ -66,6 +73,9 @@ class TrainConfig:
     warmup_steps: int = 0
     decay: str = "none"
     grad_clip: float | None = None
+    weight_decay: float = 0.0
+    precision: str = "fp32"
+    n_distinct: int | None = None
     rest_weight: float = 0.0
     extra_loops: int = 0
     settle_from: int = 0
@@ -77,13 +87,13 @@ class TrainConfig:
         for name in ("dims", "points", "loops"):
             if not isinstance(getattr(self, name), Ramp):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be a Ramp(start, end, increment, every)")
-        for name in ("lr", "grad_clip", "rest_weight"):
+        for name in ("lr", "grad_clip", "weight_decay", "rest_weight"):
             value = getattr(self, name)
             if name == "grad_clip" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"TrainConfig: {name}={value!r} must be a number of at least 0")
-            if value == 0 and name != "rest_weight":
+            if value == 0 and name in ("lr", "grad_clip"):
                 raise ValueError(f"TrainConfig: {name} must be above 0")
         if not isinstance(self.model, LoopedConfig):
             raise ValueError(f"TrainConfig: model={self.model!r} must be a LoopedConfig")
@@ -104,8 +114,16 @@ class TrainConfig:
         ):
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
-        if self.decay not in ("none", "cosine"):
-            raise ValueError(f"TrainConfig: decay={self.decay!r} is not one of none, cosine")
+        for name, allowed in (("decay", DECAYS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.n_distinct is not None:
+            if isinstance(self.n_distinct, bool) or not isinstance(self.n_distinct, int) or self.n_distinct < 1:
+                raise ValueError(f"TrainConfig: n_distinct={self.n_distinct!r} must be an integer of at least 1, or None")
+            if self.dims.start != self.dims.end or self.points.start != self.points.end:
+                raise ValueError(
+                    "TrainConfig: a fixed set of n_distinct prompts has no curriculum; give dims and points one number"
+                )
         if not 1 <= self.window <= self.loops.start:
             raise ValueError(f"TrainConfig: window={self.window} must lie in 1 .. loops.start={self.loops.start}")
         if self.loops.end != self.model.n_loops:
@@ -152,6 +170,8 @@ class TrainConfig:
 
 
 RAMPS = ("dims", "points", "loops")
+DECAYS = ("none", "cosine")
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
@@ -181,34 +201,74 @@ PAPER = {
     "quadratic_regression": (30, 15, Ramp(11, 41, 2, 5000)),
     "decision_tree": (70, 15, Ramp(26, 101, 5, 5000)),
     "relu_2nn_regression": (12, 5, Ramp(26, 101, 5, 5000)),
+    "tabular": (30, 15, Ramp(11, 41, 2, 5000)),
 }
 
 # The weight-tied twin: starts from the embedding and injects nothing.
 TIED = {"inject": "none", "state_init": "embedding"}
 
 
-def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **changes: Any) -> TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What of the presets `small` and `tiny` depends on the task; `dims_every`: steps to one more live dimension, from 2 on."""
+
+    n_dims: int
+    n_points: int
+    n_loops: int
+    window: int
+    dims_every: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_LINEAR = Sizes(n_dims=5, n_points=11, n_loops=20, window=12, dims_every=1500)
+SMALL = {
+    "linear_regression": _LINEAR,
+    "noisy_linear_regression": _LINEAR,
+    "quadratic_regression": _LINEAR,
+    "sparse_linear_regression": Sizes(n_dims=8, n_points=17, n_loops=20, window=12, dims_every=1000, options={"sparsity": 2}),
+    "decision_tree": Sizes(n_dims=4, n_points=21, n_loops=24, window=12, dims_every=2000, options={"depth": 2}),
+    "relu_2nn_regression": Sizes(n_dims=4, n_points=21, n_loops=12, window=5, dims_every=2000, options={"hidden": 8}),
+    "tabular": Sizes(n_dims=10, n_points=21, n_loops=20, window=12, dims_every=1500),
+}
+TINY_OPTIONS: dict[str, dict[str, Any]] = {
+    "sparse_linear_regression": {"sparsity": 1},
+    "decision_tree": {"depth": 2},
+    "relu_2nn_regression": {"hidden": 4},
+}
+
+
+def preset(
+    name: str, task: str = "linear_regression", *, tied: bool = False, unlooped: bool = False, **changes: Any
+) -> TrainConfig:
     """A named run.
 
     ``"paper"``: the published sizes and steps (quadratic regression, which the paper does not train, uses the linear
-    ones). ``"small"``: 5 dimensions and 11 points, for 2 CPU cores in under two hours. ``"tiny"``: seconds, for tests.
-    `tied` trains the weight-tied twin. Further keywords replace fields of `TrainConfig`.
+    ones). ``"small"``: 4 to 8 dimensions and 11 to 21 points by the task (`SMALL`), for 2 CPU cores in an hour or a few.
+    ``"tiny"``: seconds, for tests.
+    `tied` trains the weight-tied twin, `unlooped` the transformer of Garg et al.: 12 layers of their own weights (2 at
+    ``"tiny"``), run once. Further keywords replace fields of `TrainConfig`. Raises ValueError for an unknown name or task, and
+    for both twins at once.
     """
-    twin: dict[str, Any] = TIED if tied else {}
+    if tied and unlooped:
+        raise ValueError("preset: tied and unlooped are two twins; choose one")
     if task not in PAPER:
         make_task(task, 1)  # names the nearest
     run: dict[str, Any]
+    options: dict[str, Any] = {}
     if name == "paper":
         n_loops, window, points = PAPER[task]
-        model = icl_config(n_dims=20, n_points=101, n_loops=n_loops, **twin)
-        run = dict(window=window, points=points, dims=Ramp(5, 20, 1, 5000), loops=Ramp(window, n_loops, 2, 500))
+        model = icl_config(n_dims=20, n_points=101, n_loops=n_loops)
+        run = dict(points=points, dims=Ramp(5, 20, 1, 5000), loops=Ramp(window, n_loops, 2, 500))
+        if task == "tabular":
+            run |= dict(batch_size=40, n_steps=100_000)
     elif name == "small":
-        model = icl_config(n_dims=5, n_points=11, d_model=64, n_heads=4, n_loops=20, **twin)
+        sizes = SMALL[task]
+        n_loops, window, options = sizes.n_loops, sizes.window, sizes.options
+        model = icl_config(n_dims=sizes.n_dims, n_points=sizes.n_points, d_model=64, n_heads=4, n_loops=n_loops)
         run = dict(
-            window=12,
-            dims=Ramp(2, 5, 1, 1500),
-            points=Ramp(11, 11),
-            loops=Ramp(12, 20, 1, 300),
+            dims=Ramp(2, sizes.n_dims, 1, sizes.dims_every),
+            points=Ramp(sizes.n_points, sizes.n_points),
+            loops=Ramp(window, n_loops, 1, 300),
             n_steps=16_000,
             lr=1e-3,
             warmup_steps=500,
@@ -221,12 +281,25 @@ def preset(name: str, task: str = "linear_regression", *, tied: bool = False, **
             keep_every=2000,
         )
     elif name == "tiny":
-        model = icl_config(n_dims=2, n_points=5, d_model=16, n_heads=2, n_loops=4, **twin)
-        run = dict(window=2, dims=Ramp(1, 2, 1, 4), points=Ramp(3, 5, 1, 3), loops=Ramp(2, 4, 1, 2))
+        window, options = 2, TINY_OPTIONS.get(task, {})
+        model = icl_config(n_dims=2, n_points=5, d_model=16, n_heads=2, n_loops=4)
+        run = dict(dims=Ramp(1, 2, 1, 4), points=Ramp(3, 5, 1, 3), loops=Ramp(2, 4, 1, 2))
         run |= dict(batch_size=8, n_steps=12, lr=1e-3, grad_clip=1.0, save_every=5)
     else:
-        raise ValueError(f"preset: {name!r} is not one of paper, small, tiny")
+        raise ValueError(f"preset: {name!r} is not one of {', '.join(PRESETS)}")
+    if task == "tabular":
+        model = model.replace(readout="classes", n_classes=2)
+        run["dims"] = Ramp(run["dims"].end, run["dims"].end)  # a table has all its columns from the first step on
+    if tied:
+        model = model.replace(**TIED)
+    elif unlooped:
+        model = model.replace(**TIED, n_core=2 if name == "tiny" else 12, n_loops=1)
+        window = 1
+        run |= dict(loops=Ramp(1, 1), rest_weight=0.0, extra_loops=0)
     _check_names(changes)
     changes |= {name: _ramp(name, changes[name]) for name in RAMPS if name in changes}
-    fields: dict[str, Any] = {"model": model, "task": task}
+    fields: dict[str, Any] = {"model": model, "task": task, "task_options": dict(options), "window": window}
     return TrainConfig(**(fields | run | changes))
+
+
+PRESETS = ("paper", "small", "tiny")

@@ -1,11 +1,13 @@
 """`train`: run a `TrainConfig`, with checkpoints that a killed run resumes from bit-exactly.
 
 A run's folder holds `train.json` (the configuration), `state.pt` (everything that resuming needs, replaced atomically),
-`log.jsonl` (one line per logged step) and, at the end, `model/` (safetensors and JSON).
+`log.jsonl` (one line per logged step), `provenance.jsonl` (what code and machine, one line per start) and, at the end, `model/`
+(safetensors and JSON); or, of a run that diverged, `diverged.json`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -13,24 +15,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
-from looped.icl.prompts import interleave
+from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
+from looped.train import divergence, provenance
+from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -39,19 +43,29 @@ class Run:
 
     config: TrainConfig
     model: LoopedTransformer
-    optimizer: torch.optim.Adam
+    optimizer: torch.optim.Optimizer
     prompt_rng: torch.Generator
+    task: Task
+    pool: PromptPool | None = None
+    device: torch.device = CPU
     step: int = 0
     seconds: float = 0.0
+    n_exploded: int = 0  # steps in a row; 0 in every checkpoint
 
     @classmethod
-    def start(cls, config: TrainConfig) -> Run:
-        """A run at step 0: weights and prompts from `config.seed`; the global generator is left as it was."""
+    def start(cls, config: TrainConfig, device: torch.device | str = "cpu") -> Run:
+        """A run at step 0: weights and prompts from `config.seed`; the global generator is left as it was.
+
+        Prompts and weights are drawn on the CPU, so that they are the same on every device.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            model = LoopedTransformer(config.model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-        return cls(config, model, optimizer, torch.Generator().manual_seed(config.seed))
+            model = LoopedTransformer(config.model).to(device)
+        rng, task, pool = torch.Generator().manual_seed(config.seed), config.make_task(), None
+        if config.n_distinct is not None:
+            pool = PromptPool.of(task, config.n_distinct, config.points.end, seed=config.seed)
+            rng = torch.Generator().manual_seed(config.seed ^ 0x5EED)  # the order of the batches is no part of the set
+        return cls(config, model, _optimizer(config, model), rng, task, pool, torch.device(device))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -61,7 +75,12 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "prompt_rng": self.prompt_rng.get_state(),
-            "arithmetic": {"torch": str(torch.__version__), "threads": torch.get_num_threads()},
+            "arithmetic": {
+                "torch": str(torch.__version__),
+                "threads": torch.get_num_threads(),
+                "device": self.device.type,
+                "fused": loops_are_fused(self.model),
+            },
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -74,19 +93,29 @@ class Run:
             log.warning("this run was made with %s and goes on with %s: it will differ in rounding", state["arithmetic"], here)
 
     def advance(self) -> dict[str, Any]:
-        """One optimizer step on fresh prompts. Returns the numbers for the log."""
+        """One optimizer step on fresh prompts. Returns the numbers for the log.
+
+        Raises FloatingPointError, naming the step, where the loss or its gradient is not finite, and where it has exploded
+        (`looped.train.divergence`). The weights are then those before the step.
+        """
         config, step = self.config, self.step
         n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
         settles = step >= config.settle_from
         if settles and config.extra_loops:
             n_loops += int(torch.randint(config.extra_loops + 1, (), generator=self.prompt_rng))
-        pairs = config.make_task().sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
-        squared, change = window_errors(self.model, *pairs, n_loops=n_loops, window=config.window)
-        loss = squared.mean()
-        if settles and config.rest_weight:
-            loss = loss + config.rest_weight * change.square().mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        if self.pool is None:
+            pairs = self.task.sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
+        else:
+            pairs = self.pool.sample(config.batch_size, generator=self.prompt_rng)
+        xs, ys = (part.to(self.device) for part in pairs)
+        with matrix_products(config.precision):
+            errors, change = window_errors(
+                self.model, xs, ys, n_loops=n_loops, window=config.window, precision=config.precision
+            )
+            error = errors.mean()
+            loss = error + config.rest_weight * change.square().mean() if settles and config.rest_weight else error
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
         limit = math.inf if config.grad_clip is None else config.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for group in self.optimizer.param_groups:
@@ -94,8 +123,8 @@ class Run:
         numbers = {
             "step": step + 1,
             "loss": loss.item(),
-            "loss_last_loop": squared[:, -1].mean().item(),
-            "loss_last_point": squared[:, -1, -1].mean().item(),
+            "loss_last_loop": errors[:, -1].mean().item(),
+            "loss_last_point": errors[:, -1, -1].mean().item(),
             "change": change.mean().item(),
             "n_live": n_live,
             "n_points": n_points,
@@ -103,66 +132,74 @@ class Run:
             "lr": config.lr_at(step),
             "grad_norm": norm.item(),
         }
-        if not (torch.isfinite(loss) and torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"train: the loss or its gradient is not finite at step {step + 1}; start again in another folder with a lower "
-                "lr, a grad_clip or a shorter window"
-            )
+        of_nothing = ys.square().mean().item() if config.model.readout == "scalar" else math.log(config.model.readout_width)
+        self.n_exploded = divergence.count_exploded(self.n_exploded, error.item(), of_nothing)
+        divergence.check(step + 1, numbers["loss"], numbers["grad_norm"], self.n_exploded)
         self.optimizer.step()
         self.step += 1
         return numbers
 
 
-def window_errors(model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int, window: int) -> tuple[Tensor, Tensor]:
-    """Errors of the last `window` loops (Yang et al., eq. 1), and how far the last loop still moved the state.
-
-    The loops before the window run without gradient, as the prompt enters every loop. Without injection it enters at Y_0 alone,
-    and truncation would leave its read-in untrained: the gradient then goes through all loops, as in the authors' code.
-
-    Returns squared errors [B, window, n] of the predictions at every point, and ||Y_b - Y_{b-1}|| / ||Y_b|| [B], the
-    denominator without gradient (zeros for a window of 1).
-    """
-    n_before = n_loops - window
-    n_free = n_before if model.config.inject != "none" else 0
-    predictions = []
-    states: list[Tensor] = []
-    for t, state in enumerate(model.iterate(interleave(xs, ys), n_loops, n_loop_start=n_free), start=n_free):
-        if t >= n_before:
-            predictions.append(model.read(state))
-        states = [*states[-1:], state]
-    squared = (torch.stack(predictions, dim=1) - ys[:, None]).square()
-    if len(states) < 2:
-        return squared, squared.new_zeros(len(squared))
-    moved = (states[1] - states[0]).flatten(1).norm(dim=1)
-    return squared, moved / states[1].detach().flatten(1).norm(dim=1)
+def _optimizer(config: TrainConfig, model: LoopedTransformer) -> torch.optim.Optimizer:
+    if not config.weight_decay:
+        return torch.optim.Adam(model.parameters(), lr=config.lr)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr)
 
 
 def train(
-    config: TrainConfig, folder: str | os.PathLike[str], *, resume: bool = False, progress: bool = True
+    config: TrainConfig,
+    folder: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    device: torch.device | str = "cpu",
 ) -> LoopedTransformer:
-    """Train, and leave the model in `folder`/model.
+    """Train, and leave the model in `folder`/model. Returns it on the device.
 
     resume: go on from the folder's last checkpoint, if it has one; the result is bit for bit that of a run that was never
-    stopped (same thread count and torch). An interrupt (Ctrl-C, SIGTERM) finishes the step, writes a checkpoint and then
-    raises KeyboardInterrupt. progress: show a bar on standard error.
+    stopped (same thread count, device and torch). An interrupt (Ctrl-C, SIGTERM) finishes the step, writes a checkpoint and
+    then raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the
+    CPU.
 
     Raises ValueError where the folder holds a run and `resume` is False, or a run of another configuration; OSError where a
-    checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges.
+    checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges (the last
+    checkpoint before it is kept, `diverged.json` says where, and resuming raises it again).
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        return _train(config, folder, resume, progress)
+        return _train(config, folder, resume, progress, torch.device(device))
 
 
-def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> LoopedTransformer:
-    run = Run.start(config)
+def train_seeds(
+    config: TrainConfig,
+    folder: str | os.PathLike[str],
+    seeds: Sequence[int],
+    *,
+    resume: bool = False,
+    progress: bool = True,
+    device: torch.device | str = "cpu",
+) -> list[LoopedTransformer]:
+    """`train` once for every seed, one after the other, in `folder`/seed_S. Raises ValueError for a seed that comes twice."""
+    if len(set(seeds)) < len(seeds) or not seeds:
+        raise ValueError(f"train_seeds: needs seeds of their own, got {list(seeds)}")
+    runs = [(dataclasses.replace(config, seed=seed), Path(folder) / f"seed_{seed}") for seed in seeds]
+    return [train(one, place, resume=resume, progress=progress, device=device) for one, place in runs]
+
+
+def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, device: torch.device) -> LoopedTransformer:
+    run = Run.start(config, device)
     if (folder / "state.pt").exists():
         _load_into(run, folder, resume)
+    divergence.forget_or_raise(config, folder, resume)
     for leftover in folder.glob("*.partial"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
     write_atomically(folder / "train.json", json.dumps(config.to_dict(), indent=2).encode())
     _drop_log_after(folder / "log.jsonl", run.step)
+    provenance.record(folder, step=run.step, device=run.device, fused=loops_are_fused(run.model))
     saved_step = run.step
 
     def kept() -> str:
@@ -183,7 +220,11 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> L
     with bar, open(folder / "log.jsonl", "a") as log_file, _stop_requested() as stop:
         while run.step < config.n_steps:
             begin = time.perf_counter()
-            numbers = run.advance()
+            try:
+                numbers = run.advance()
+            except FloatingPointError as error:
+                divergence.note(config, folder, run.step + 1, saved_step, str(error))
+                raise FloatingPointError(f"{error} (last checkpoint: step {saved_step})") from None
             took = time.perf_counter() - begin
             run.seconds += took
             bar.update()
@@ -204,7 +245,8 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> L
                     raise OSError(error.errno, text) from error
             if config.keep_every and run.step % config.keep_every == 0:  # before the checkpoint, or a crash could skip it
                 save_model(run.model, folder / f"model_{run.step}")
-            if run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set():
+            due = run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set()
+            if due and not run.n_exploded:  # an exploded state would take the place of the last good one
                 save()
             if stop.is_set():
                 raise KeyboardInterrupt(f"train: stopped at step {run.step}; the same with --resume (resume=True) goes on")
@@ -212,11 +254,16 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool) -> L
     return run.model
 
 
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+NEWER_FIELDS = ("weight_decay", "precision", "n_distinct")  # that checkpoints of older runs do not name
+
+
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
     if not resume:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
     state = load_training_state(folder / "state.pt")
     now, before = run.config.to_dict(), state.get("config", {})
+    before = {**{name: now[name] for name in NEWER_FIELDS if now[name] == DEFAULTS[name]}, **before}
     different = [f"{name} ({before.get(name)}, not {now[name]})" for name in now if now[name] != before.get(name)]
     if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")

@@ -1,0 +1,86 @@
+"""Fig. 7: layers inside the loop, width and heads, one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from looped.experiments.lab import Lab, n_parameters
+from looped.experiments.loops_and_window import published_run, settled_at
+from looped.experiments.measure import Measured, by_loops, fresh, line, measure
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
+from looped.train import TrainConfig
+
+TASK = "linear_regression"
+REACH = 3  # times the trained loops
+VALUES: dict[str, dict[str, tuple[int, ...]]] = {  # by preset and field of the model
+    "tiny": {"n_core": (1, 2), "d_model": (16, 32), "n_heads": (1, 2)},
+    "small": {"n_core": (1, 2, 3), "d_model": (32, 64, 128), "n_heads": (1, 2, 4, 8)},
+    "paper": {"n_core": (1, 2, 4), "d_model": (64, 128, 256, 512), "n_heads": (2, 4, 8, 16)},
+}
+TITLES = {"n_core": "layers in the loop", "d_model": "width", "n_heads": "heads"}
+
+
+def run_with(lab: Lab, field: str, value: int) -> tuple[str, TrainConfig]:
+    """The published run with one field of the model changed, under the plain name where that is its own value."""
+    own = lab.config(TASK)
+    name, config = published_run(lab, TASK, own.model.n_loops, own.window)
+    model = config.model.replace(**{field: value})
+    return (name, config) if model == config.model else (f"{name}_{field}{value}", dataclasses.replace(config, model=model))
+
+
+def run(lab: Lab) -> Outcome:
+    found: dict[str, dict[int, Measured]] = {}
+    rows: list[list[Cell]] = []
+    panels: list[Panel] = []
+    n_loops = lab.config(TASK).model.n_loops
+    for field, values in VALUES[lab.preset].items():
+        found[field] = {}
+        for value in values:
+            name, config = run_with(lab, field, value)
+            models, task = lab.models(name, config), config.make_task()
+            if not models:
+                continue
+            prompts = fresh(task, lab.n_prompts, config.points.end, lab.seed)
+            one = measure(prompts, {name: by_loops(models, task, REACH * n_loops)})[name]
+            found[field][value], errors = one, one.curve.mean
+            row: list[Cell] = [
+                TITLES[field],
+                value,
+                n_parameters(models[0]),
+                errors[n_loops - 1],
+                min(errors),
+                settled_at(errors),
+                errors[-1],
+            ]
+            rows.append(row)
+        xs = range(1, REACH * n_loops + 1)
+        lines = [line(f"{value}", xs, one) for value, one in found[field].items()]
+        y = "squared error / variance of y, all examples"
+        panels.append(Panel(TITLES[field], "loops", y, lines, "xy", [(n_loops, "trained loops")]))
+    columns = ["", "value", "parameters", "error at b", "best", "settled at loop", f"at {REACH} b"]
+    settings = dict(n_loops=n_loops, values={field: list(values) for field, values in VALUES[lab.preset].items()})
+    sheet = Sheet("squared error / variance of y with all examples", columns, rows)
+    errors_of = {field: {v: one.curve.mean for v, one in some.items()} for field, some in found.items()}
+    return Outcome("architecture", "Fig. 7", lab.preset, settings, panels, sheet, _claims(errors_of, n_loops))
+
+
+def _claims(found: dict[str, dict[int, list[float]]], n_loops: int) -> list[Claim]:
+    claims = []
+    layers = {value: settled_at(errors) for value, errors in found["n_core"].items()}
+    text = "with more layers in the loop fewer loops are needed"
+    measured = ", ".join(f"{value}: loop {loop}" for value, loop in layers.items()) or "-"
+    known = list(layers.values())
+    claims.append(Claim("Fig. 7", text, measured, known[-1] < known[0] if len(known) > 1 else None))
+    for field, text in (
+        ("d_model", "a wider model has the smaller error"),
+        ("n_heads", "the error is least at a middle number of heads"),
+    ):
+        errors = {value: one[n_loops - 1] for value, one in found[field].items()}
+        measured = ", ".join(f"{value}: {error:.3g}" for value, error in errors.items()) or "-"
+        ordered, holds = list(errors.values()), None
+        if field == "d_model" and len(ordered) > 1:
+            holds = ordered[-1] < ordered[0]
+        elif field == "n_heads" and len(ordered) > 2:
+            holds = 0 < ordered.index(min(ordered)) < len(ordered) - 1
+        claims.append(Claim("Fig. 7", text, measured, holds))
+    return claims

@@ -1,0 +1,53 @@
+"""The experiments by name, and how one is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from looped.experiments.lab import Lab
+from looped.experiments.outcome import Outcome
+
+
+class Entry(NamedTuple):
+    """An experiment: its module, the paper's figures, and what it shows."""
+
+    module: str
+    figures: str
+    about: str
+
+
+EXPERIMENTS: dict[str, Entry] = {
+    "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
+    "loops-and-window": Entry("loops_and_window", "Fig. 4, 9, appendix B", "the grid of trained loops b and window T"),
+    "sample-efficiency": Entry("sample_efficiency", "Fig. 5, appendix C", "training on a fixed set of distinct prompts"),
+    "shift": Entry("shift", "Fig. 6, appendix D", "inputs, queries and outputs unlike those of training"),
+    "functions": Entry("functions", "Fig. 10", "linear, sparse, tree and ReLU-network functions beside every baseline"),
+    "sparsity": Entry("sparsity", "Fig. 11", "sparse linear functions with more and more non-zero weights"),
+    "architecture": Entry("architecture", "Fig. 7", "layers in the loop, width, heads"),
+    "probe": Entry("probe", "Fig. 8", "what the states hold of X'y and of the least-squares weights, by loop and by layer"),
+    "tabular": Entry("tabular", "Table 1 (OpenML)", "real tables, each left out of training once"),
+    "adaptive": Entry("adaptive", "section 7, future work", "mixed difficulty: loops by prompt and token"),
+}
+
+
+def run_experiment(name: str, lab: Lab) -> Outcome:
+    """Run one and return its outcome; nothing is written but the models it trains. Raises ValueError for an unknown name."""
+    if name not in EXPERIMENTS:
+        nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown experiment {name!r}; did you mean {nearest!r}? (of {', '.join(EXPERIMENTS)})")
+    begin = time.perf_counter()
+    run: Callable[[Lab], Outcome] = importlib.import_module(f"looped.experiments.{EXPERIMENTS[name].module}").run
+    outcome = run(lab)
+    settings = {"n_prompts": lab.n_prompts, "seed": lab.seed, "seeds": list(lab.seeds), "device": lab.device}
+    return dataclasses.replace(
+        outcome,
+        settings=settings | outcome.settings,
+        models=dict(lab.used),
+        notes=[*lab.notes, *outcome.notes],
+        seconds=time.perf_counter() - begin,
+    )

@@ -1,0 +1,96 @@
+"""Fig. 10: four families of functions, the looped and the unlooped model beside every baseline."""
+
+from __future__ import annotations
+
+from looped.experiments.lab import Lab, n_parameters
+from looped.experiments.measure import Measured, by_examples, fresh, line, mean_ratio, measure, of_baseline
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
+from looped.icl.baselines import Lasso, baselines_for
+from looped.model import LoopedTransformer
+
+TASKS = ("linear_regression", "sparse_linear_regression", "decision_tree", "relu_2nn_regression")
+RIVALS = {  # of the paper, by task; the least of their errors is what the looped model is held against
+    "linear_regression": ("least_squares",),
+    "sparse_linear_regression": ("lasso",),
+    "decision_tree": ("decision_tree", "decision_tree_max_depth=4", "xgboost"),
+    "relu_2nn_regression": ("gd_network",),
+}
+
+
+def run(lab: Lab) -> Outcome:
+    panels: list[Panel] = []
+    rows: list[list[Cell]] = []
+    claims: list[Claim] = []
+    seconds: dict[str, float] = {}
+    n_points = {}
+    for name in TASKS:
+        config = lab.config(name)
+        models = {"looped": lab.models(name, config)}
+        models["unlooped"] = lab.models(f"{name}_unlooped", lab.config(name, unlooped=True))
+        if not any(models.values()):
+            continue
+        task, n_points[name] = config.make_task(), config.points.end
+        baselines = {baseline.name: baseline for baseline in baselines_for(name)}
+        for baseline in baselines.values():
+            if baseline.why_unavailable:
+                lab.notes.append(f"left out: {baseline.why_unavailable}")
+        ways = {kind: by_examples(found, task) for kind, found in models.items()}
+        ways |= {label: of_baseline(baseline, task) for label, baseline in baselines.items()}
+        slow = [label for label, baseline in baselines.items() if baseline.cost == "slow" and not isinstance(baseline, Lasso)]
+        found = measure(fresh(task, lab.n_prompts, n_points[name], lab.seed), ways, slow=slow)
+        seconds |= {f"{name}: {label}": round(one.seconds, 2) for label, one in found.items()}
+        panels.append(_panel(name, found, task.n_dims, n_points[name]))
+        rows += _rows(name, found, models, task.n_dims)
+        claims += _claims(name, found, task.n_dims)
+    boosted = sum(value for label, value in seconds.items() if label.endswith("xgboost"))
+    lab.notes.append(f"measured in {sum(seconds.values()) - boosted:.0f} s, and XGBoost in {boosted:.0f} s beside it")
+    sheet = Sheet(
+        "squared error / variance of y, by examples", ["task", "", "parameters", "d/2", "d", "all", "prompts", "seconds"], rows
+    )
+    settings = {"n_points": n_points, "seconds_by_predictor": seconds}
+    return Outcome("functions", "Fig. 10", lab.preset, settings, panels, sheet, claims)
+
+
+def _panel(name: str, found: dict[str, Measured], n_dims: int, n_points: int) -> Panel:
+    kinds = {"looped": "looped", "unlooped": "twin"}
+    lines = []
+    for label, one in found.items():
+        few = f" ({one.curve.n_prompts} prompts)" if label not in kinds and one.curve.n_prompts <= 128 else ""
+        lines.append(line(label.replace("_", " ") + few, range(n_points), one, kinds.get(label, "baseline")))
+    y = "squared error / variance of y"
+    return Panel(name.replace("_", " "), "examples in the prompt", y, lines, marks=[(n_dims, "d")])
+
+
+def _rows(name: str, found: dict[str, Measured], models: dict[str, list[LoopedTransformer]], n_dims: int) -> list[list[Cell]]:
+    rows: list[list[Cell]] = []
+    for label, one in found.items():
+        errors = one.curve.mean
+        size = n_parameters(models[label][0]) if models.get(label) else None
+        places = [min(place, len(errors) - 1) for place in (n_dims // 2, n_dims, len(errors) - 1)]
+        first = name if not rows else ""
+        rows.append([first, label, size, *(errors[place] for place in places), one.curve.n_prompts, round(one.seconds, 1)])
+    return rows
+
+
+def _claims(name: str, found: dict[str, Measured], n_dims: int) -> list[Claim]:
+    title, claims = name.replace("_", " "), []
+    text = f"{title}: the looped model is as good as the unlooped one or better (here: within 1.1 x, geometric mean)"
+    if {"looped", "unlooped"} <= set(found):
+        ratio = mean_ratio(found["looped"].curve.mean, found["unlooped"].curve.mean)
+        claims.append(Claim("Fig. 10", text, f"{ratio:.2f} x", ratio <= 1.1))
+    else:
+        claims.append(Claim("Fig. 10", text, "-", None))
+    rivals = [rival for rival in RIVALS[name] if rival in found]
+    if name == "linear_regression" or "looped" not in found or not rivals:
+        return claims
+    looped = found["looped"].curve.mean
+    best = [min(values) for values in zip(*(found[rival].curve.mean for rival in rivals), strict=True)]
+    if name == "sparse_linear_regression":
+        few = [i for i in range(1, len(looped)) if 2 * i < n_dims]
+        text = f"{title}: the looped model is below lasso (alpha 0.01) with few examples (here: fewer than d/2)"
+        measured = ", ".join(f"{i}: {looped[i]:.3g} against {best[i]:.3g}" for i in few) or "-"
+        claims.append(Claim("Fig. 10", text, measured, all(looped[i] < best[i] for i in few) if few else None))
+    else:
+        text = f"{title}: the looped model is below {', '.join(rivals)} (here: with all examples)"
+        claims.append(Claim("Fig. 10", text, f"{looped[-1]:.3g} against {best[-1]:.3g}", looped[-1] < best[-1]))
+    return claims

@@ -1,0 +1,155 @@
+"""Where an experiment gets its models and prompts: `Lab`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from looped.checkpoint import load_model
+from looped.model import LoopedTransformer
+from looped.pretrained import bundled_models
+from looped.train import Ramp, TrainConfig, preset, train
+from looped.train.divergence import why_diverged
+
+log = logging.getLogger(__name__)
+
+N_PROMPTS = {"tiny": 64, "small": 1280, "paper": 1280}
+# What an experiment trains at "tiny": two dimensions are learned in a quarter of a minute. The preset is quicker still.
+TINY: dict[str, Any] = dict(n_steps=2000, batch_size=64, lr=3e-3, warmup_steps=100, decay="cosine", points=5, save_every=500)
+TINY_WIDTH, TINY_DIMS = 32, Ramp(1, 2, 1, 600)
+SEED = 42
+
+
+@dataclass
+class Lab:
+    """An experiment's surroundings.
+
+    preset: ``"tiny"``, ``"small"`` or ``"paper"``. out: the folder that models are trained in (out/models/NAME) and results are
+    written to; experiments with the same `out` share models. given: models by name, each a folder of `save_model` or the name
+    of a bundled one. may_train: train what is missing; else it is left out with a note. resume: go on with trainings that were
+    stopped. seeds: every model is trained once for each. n_prompts: of each measurement; default by the preset. seed: of these.
+    n_steps: of every training; default the experiment's own. device: where to train and evaluate. data: where real tables come
+    from, a source of `looped.icl.tabular`.
+    """
+
+    preset: str
+    out: Path
+    given: Mapping[str, str] = field(default_factory=dict)
+    may_train: bool = True
+    resume: bool = False
+    seeds: Sequence[int] = (SEED,)
+    n_prompts: int = 0
+    seed: int = 0
+    n_steps: int = 0
+    device: str = "cpu"
+    data: str = "bundled"
+    progress: bool = True
+    used: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.preset not in N_PROMPTS:
+            raise ValueError(f"Lab: preset={self.preset!r} is not one of {', '.join(N_PROMPTS)}")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"Lab: seeds={list(self.seeds)} must be one or more, each once")
+        self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
+
+    def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
+        """`looped.train.preset` of this preset, with what an experiment needs to learn something at "tiny"."""
+        if self.preset != "tiny":
+            return preset(self.preset, task, **changes)
+        dims = {} if task == "tabular" else {"dims": TINY_DIMS}
+        config = preset("tiny", task, **(TINY | dims | changes))
+        return dataclasses.replace(config, model=config.model.replace(d_model=TINY_WIDTH))
+
+    def models(self, name: str, config: TrainConfig) -> list[LoopedTransformer]:
+        """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
+
+        Empty where there is none: not trained, as asked, or diverged; a note then says so. Raises ValueError for a given model
+        of other dimensions than the task's, and for a run of another configuration in the folder.
+        """
+        if name in self.given:
+            return [self._given(name, config)]
+        if self.n_steps:
+            save_every = max(config.save_every, self.n_steps // 10)
+            config = dataclasses.replace(config, n_steps=self.n_steps, save_every=save_every)
+        found = [self._one(name, dataclasses.replace(config, seed=seed)) for seed in self.seeds]
+        return [model.to(self.device) for model in found if model is not None]
+
+    def run_folder(self, name: str, seed: int) -> Path:
+        """Where a model of this name and seed is trained."""
+        return self.out / "models" / (name if seed == SEED else f"{name}_seed_{seed}")
+
+    def _given(self, name: str, config: TrainConfig) -> LoopedTransformer:
+        source = self.given[name]
+        model = load_model(bundled_models().get(source, source)) if not Path(source).exists() else load_model(source)
+        model = model.float()
+        wanted, has = config.model, model.config
+        for field_name in ("n_dims", "readout", "read_stride", "mask_kind"):
+            if getattr(wanted, field_name) != getattr(has, field_name):
+                raise ValueError(
+                    f"experiment: the model {source} for {name} has {field_name}={getattr(has, field_name)!r}, and preset "
+                    f"{self.preset} needs {getattr(wanted, field_name)!r}; give another model or preset"
+                )
+        if has.pos_kind == "learned" and has.n_positions < 2 * config.points.end - 1:
+            raise ValueError(
+                f"experiment: the model {source} for {name} has {has.n_positions} positions, and preset {self.preset} needs "
+                f"{2 * config.points.end - 1}; give another model or preset"
+            )
+        self._note_model(name, model, f"given: {source}")
+        return model.to(self.device)
+
+    def _one(self, name: str, config: TrainConfig) -> LoopedTransformer | None:
+        folder, label = self.run_folder(name, config.seed), name if config.seed == SEED else f"{name}, seed {config.seed}"
+        if (folder / "model").exists() and _is_run_of(folder / "train.json", config):
+            return self._note_model(label, load_model(folder / "model"), f"trained: {folder.name}", config)
+        for bundled, place in bundled_models().items():
+            if _is_run_of(Path(place) / "train.json", config):
+                return self._note_model(label, load_model(place), f"bundled: {bundled}", config)
+        if not self.may_train:
+            self.notes.append(f"{label} is left out: it is neither given, bundled nor trained in {self.out / 'models'}")
+            return None
+        if (reason := why_diverged(config, folder)) is not None:
+            self._note_divergence(label, reason)
+            return None
+        log.info("training %s for %s steps in %s", label, f"{config.n_steps:,}", folder)
+        try:
+            model = train(config, folder, resume=self.resume, progress=self.progress, device=self.device)
+        except FloatingPointError as error:
+            self._note_divergence(label, str(error))
+            return None
+        return self._note_model(label, model, f"trained: {folder.name}", config)
+
+    def _note_divergence(self, label: str, reason: str) -> None:
+        reason = reason.removeprefix("train: ")
+        self.used[label] = {"source": "diverged", "reason": reason}
+        self.notes.append(f"{label} diverged: {reason}")
+
+    def _note_model(
+        self, label: str, model: LoopedTransformer, source: str, config: TrainConfig | None = None
+    ) -> LoopedTransformer:
+        self.used[label] = {
+            "source": source,
+            "n_steps": config.n_steps if config else None,
+            "n_parameters": n_parameters(model),
+            "n_loops": model.config.n_loops,
+            "n_layers": model.config.n_core,
+        }
+        return model
+
+
+def n_parameters(model: LoopedTransformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _is_run_of(path: Path, config: TrainConfig) -> bool:
+    """Whether a run's file names this configuration; how often it was saved does not matter."""
+    if not path.is_file():
+        return False
+    found = TrainConfig.from_dict(json.loads(path.read_text()))
+    return dataclasses.replace(found, save_every=config.save_every, keep_every=config.keep_every) == config

@@ -1,0 +1,133 @@
+"""Measuring models and baselines on the same prompts, streamed: `measure`, and what there is to measure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from looped.exits import Fixed
+from looped.experiments.outcome import Line
+from looped.icl.baselines import Baseline
+from looped.icl.curves import Curve, RunningCurve
+from looped.icl.evaluate import SLOW_PROMPTS, batches
+from looped.icl.predictor import LoopedPredictor
+from looped.icl.shifts import ShiftedPairs
+from looped.icl.tasks import Pairs, Task
+from looped.model import LoopedTransformer
+
+BATCH = 128
+
+Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)
+Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A curve over prompts, each prompt's value being the mean over models (seeds); that of each model; the seconds taken."""
+
+    curve: Curve
+    by_model: list[list[float]]
+    seconds: float
+
+
+def measure(
+    prompts: Iterable[Prompts], ways: Mapping[str, Sequence[Callable[[Prompts], Tensor]]], *, slow: Iterable[str] = ()
+) -> dict[str, Measured]:
+    """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only; ways without functions none."""
+    ways = {name: list(functions) for name, functions in ways.items() if functions}
+    slow = set(slow)
+    running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
+    seconds = dict.fromkeys(ways, 0.0)
+    for pairs in prompts:
+        for name, functions in ways.items():
+            room = SLOW_PROMPTS - running[name][0].n_prompts if name in slow else len(pairs.ys)
+            if room <= 0:
+                continue
+            own = pairs if room >= len(pairs.ys) else first_of(pairs, room)
+            begin = time.perf_counter()
+            rows: list[Tensor] = [function(own).double().cpu() for function in functions]
+            seconds[name] += time.perf_counter() - begin
+            for curve, one in zip(running[name], [torch.stack(rows).mean(dim=0), *rows], strict=True):
+                curve.add(one)
+    return {
+        name: Measured(first.curve(), [one.mean() for one in rest], seconds[name]) for name, (first, *rest) in running.items()
+    }
+
+
+def line(label: str, xs: Sequence[float], found: Measured, kind: str = "looped") -> Line:
+    """What was measured as a line of a panel, with that of each model where there are several."""
+    return Line(label, xs, found.curve, kind, found.by_model if len(found.by_model) > 1 else ())
+
+
+def first_of(pairs: Prompts, n_prompts: int) -> Prompts:
+    """The first prompts of a batch."""
+    cut: dict[str, Any] = {name: part[:n_prompts] for name, part in pairs._asdict().items() if isinstance(part, Tensor)}
+    return pairs._replace(**cut)
+
+
+def fresh(task: Task, n_prompts: int, n_points: int, seed: int) -> Iterable[Pairs]:
+    """Evaluation prompts, batch by batch."""
+    return batches(task, n_prompts, n_points, seed, BATCH)
+
+
+def by_examples(models: Sequence[LoopedTransformer], task: Task, n_loops: int | None = None) -> list[Way]:
+    """Error at every point, after the trained loops or n_loops of them."""
+
+    def way(model: LoopedTransformer) -> Way:
+        predictor = LoopedPredictor(model, n_loops=n_loops)
+        return lambda pairs: squared(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task)
+
+    return [way(model) for model in models]
+
+
+def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> list[Way]:
+    """Error at the last point, after every loop up to n_loops."""
+
+    def way(model: LoopedTransformer) -> Way:
+        predictor = LoopedPredictor(model, n_loops=n_loops, exit=Fixed())
+
+        def rows(pairs: Pairs) -> Tensor:
+            predictions = predictor.run(pairs.xs, pairs.ys, return_predictions=True).predictions
+            assert isinstance(predictions, Tensor)
+            return squared(predictions[:, :, -1], pairs.ys[:, -1:], task)
+
+        return rows
+
+    return [way(model) for model in models]
+
+
+def of_baseline(baseline: Baseline, task: Task) -> list[Way]:
+    """A baseline's error at every point; none where it cannot run here."""
+    if baseline.why_unavailable:
+        return []
+    return [lambda pairs: squared(baseline.predict(pairs.xs, pairs.ys, progress=lambda *_: None), pairs.ys, task)]
+
+
+def squared(predictions: Tensor, ys: Tensor, task: Task) -> Tensor:
+    """(prediction - y)^2 / the variance of y."""
+    return (predictions.cpu().double() - ys.cpu().double()).square() / task.error_scale
+
+
+def mean_ratio(errors: Sequence[float], others: Sequence[float]) -> float:
+    """The geometric mean of errors / others over the places from 1 on where both were measured; NaN where there are none."""
+    logs = [math.log(a / b) for a, b in zip(errors[1:], others[1:], strict=True) if a > 0 and b > 0]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def joined(curves: Sequence[Curve]) -> Curve:
+    """The last places of several curves as the places of one."""
+    parts = ([getattr(curve, part)[-1] for curve in curves] for part in ("mean", "low", "high", "n_missing"))
+    mean, low, high, n_missing = parts
+    return Curve(mean, low, high, min(curve.n_prompts for curve in curves), n_missing)
+
+
+def single(values: Sequence[float], n_prompts: int = 0) -> Curve:
+    """A curve of numbers that have no interval."""
+    none = [math.nan] * len(values)
+    return Curve(list(values), none, list(none), n_prompts, [0] * len(values))

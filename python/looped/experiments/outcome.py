@@ -1,0 +1,127 @@
+"""What an experiment gives: `Outcome`, the numbers behind one plot, one table and its claims."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from looped.checkpoint import write_atomically
+from looped.icl.curves import Curve
+
+Cell = str | float | int | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a panel: `curve` over `xs`. kind: ``"looped"``, ``"twin"`` (tied, unlooped) or ``"baseline"``.
+
+    by_seed: the means of each of several models over whose mean `curve` is.
+    """
+
+    label: str
+    xs: Sequence[float]
+    curve: Curve
+    kind: str = "looped"
+    by_seed: Sequence[Sequence[float]] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.xs) != len(self.curve.mean):
+            raise ValueError(f"Line: {self.label} has {len(self.xs)} places and {len(self.curve.mean)} values")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with those of the curve among them."""
+        own = {"label": self.label, "kind": self.kind, "xs": list(self.xs), "by_seed": [list(one) for one in self.by_seed]}
+        return own | self.curve.to_dict()
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes. log: which of them are logarithmic. marks: places on the x axis, each with its text."""
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+    log: str = "y"
+    marks: Sequence[tuple[float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The table."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says, what was measured for it, and whether it holds at this size (None: not measured)."""
+
+    figure: str
+    text: str
+    measured: str
+    holds: bool | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why."""
+
+    experiment: str
+    figures: str
+    preset: str
+    settings: dict[str, Any]
+    panels: Sequence[Panel]
+    sheet: Sheet
+    claims: Sequence[Claim] = ()
+    notes: Sequence[str] = ()
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; NaN and infinity are null."""
+        panels = [
+            {"title": panel.title, "x": panel.x, "y": panel.y, "lines": [line.to_dict() for line in panel.lines]}
+            for panel in self.panels
+        ]
+        head = {name: getattr(self, name) for name in ("experiment", "figures", "preset", "settings", "models", "seconds")}
+        sheet = {"title": self.sheet.title, "columns": list(self.sheet.columns), "rows": [list(row) for row in self.sheet.rows]}
+        claims = [vars(claim) for claim in self.claims]
+        whole: dict[str, Any] = _plain(head | {"table": sheet, "claims": claims, "notes": list(self.notes), "panels": panels})
+        return whole
+
+    def to_csv(self) -> str:
+        """One row per panel, line and place: panel, line, kind, at, mean, low, high, n_prompts."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["panel", "line", "kind", "at", "mean", "low", "high", "n_prompts"])
+        for panel in self.panels:
+            for line in panel.lines:
+                curve = line.curve.to_dict()
+                for at, *row in zip(line.xs, curve["mean"], curve["low"], curve["high"], strict=True):
+                    writer.writerow([panel.title, line.label, line.kind, at, *row, curve["n_prompts"]])
+        return text.getvalue()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write EXPERIMENT.json and EXPERIMENT.csv into a folder, which is made if missing."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{self.experiment}.json", json.dumps(self.to_dict(), indent=1).encode())
+        write_atomically(folder / f"{self.experiment}.csv", self.to_csv().encode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

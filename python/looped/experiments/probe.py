@@ -1,0 +1,125 @@
+"""Fig. 8: how well X'y and the least-squares weights can be read from the state after each loop or unlooped layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from looped.experiments.lab import Lab
+from looped.experiments.measure import single
+from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.shift import unlooped_of_depth
+from looped.icl.evaluate import evaluation_stream
+from looped.icl.probe import TARGETS, Probes, Sample, fit_probes, sample_states
+from looped.icl.tasks import Pairs, Task
+from looped.model import LoopedTransformer
+
+STEPS = {"tiny": 60, "small": 2000, "paper": 10_000}
+BATCH = {"tiny": 32, "small": 256, "paper": 1280}
+DEPTH = {"tiny": 2, "small": 12, "paper": 20}  # of the unlooped model
+TITLES = {"xty": "X'y / k", "ols": "least-squares weights"}
+PROBING_SEED = 0x9806E
+
+
+def run(lab: Lab) -> Outcome:
+    config = lab.config()
+    task, n_points = config.make_task(), config.points.end
+    n_examples = [k for k in sorted({max(1, task.n_dims // 2), task.n_dims, 2 * task.n_dims}) if k <= n_points]
+    models = {
+        "looped": lab.models("linear_regression", config)[:1],
+        "unlooped": lab.models(*unlooped_of_depth(lab, DEPTH[lab.preset]))[:1],
+    }
+    found: dict[str, torch.Tensor] = {}  # [P, S] by name
+    for kind, some in models.items():
+        for model in some:
+            for name, is_control in ((kind, False), (f"{kind}, control", True)):
+                probes = _fitted(lab, model, task, n_examples, is_control)
+                found[name] = _errors(lab, probes, model, task, n_examples).mean(dim=2)
+    panels = [
+        Panel(
+            f"probes of {TITLES[target]}",
+            "loops, or layers",
+            "squared error / dimensions",
+            [_line(name, errors[i], lab.n_prompts) for name, errors in found.items()],
+        )
+        for i, target in enumerate(TARGETS)
+    ]
+    rows: list[list[Cell]] = []
+    for i, target in enumerate(TARGETS):
+        for kind in models:
+            if kind in found:
+                errors, control = found[kind][i], found[f"{kind}, control"][i]
+                best = int(errors.argmin())
+                rows.append([TITLES[target], kind, *(float(e) for e in (errors[0], errors[best])), best + 1, float(errors[-1])])
+                rows[-1].append(float(control.min()))
+    columns = ["target", "model", "after the first", "best", "at", "after the last", "control, best"]
+    settings = dict(n_dims=task.n_dims, n_examples=n_examples, steps=STEPS[lab.preset], batch=BATCH[lab.preset], lr=1e-3)
+    sheet = Sheet("squared error / dimensions of the probes, mean over numbers of examples", columns, rows)
+    return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(found))
+
+
+def _line(name: str, errors: torch.Tensor, n_prompts: int) -> Line:
+    return Line(name, range(1, len(errors) + 1), single(errors.tolist(), n_prompts), _kind(name))
+
+
+def _kind(name: str) -> str:
+    return "baseline" if "control" in name else "looped" if name == "looped" else "twin"
+
+
+def _with_ones(pairs: Pairs) -> Pairs:
+    """The control task: the same inputs, w all ones. A probe trained on it can learn of the inputs alone."""
+    return Pairs(pairs.xs, pairs.xs.sum(dim=2))
+
+
+def _drawer(
+    lab: Lab, model: LoopedTransformer, task: Task, n_examples: list[int], batch: int, is_control: bool
+) -> Callable[[torch.Generator], Sample]:
+    def draw(generator: torch.Generator) -> Sample:
+        pairs = task.sample(batch, max(n_examples), generator=generator)
+        xs, ys = (part.to(lab.device) for part in (_with_ones(pairs) if is_control else pairs))
+        return sample_states(model, xs, ys, n_loops=model.config.n_loops, n_examples=n_examples)
+
+    return draw
+
+
+def _fitted(lab: Lab, model: LoopedTransformer, task: Task, n_examples: list[int], is_control: bool) -> Probes:
+    draw = _drawer(lab, model, task, n_examples, BATCH[lab.preset], is_control)
+    return fit_probes(draw, n_examples, n_steps=STEPS[lab.preset], seed=PROBING_SEED, progress=lab.progress)
+
+
+@torch.no_grad()
+def _errors(lab: Lab, probes: Probes, model: LoopedTransformer, task: Task, n_examples: list[int]) -> torch.Tensor:
+    """[P, S, K] on fresh prompts with random w."""
+    generator = evaluation_stream(lab.seed)
+    sizes = [min(256, lab.n_prompts - start) for start in range(0, lab.n_prompts, 256)]
+    total = sum(probes.errors(_drawer(lab, model, task, n_examples, size, False)(generator)) * size for size in sizes)
+    assert isinstance(total, torch.Tensor)
+    return total.cpu() / lab.n_prompts
+
+
+def _claims(found: dict[str, torch.Tensor]) -> list[Claim]:
+    claims = []
+    for i, target in enumerate(TARGETS):
+        title = TITLES[target]
+        looped = found["looped"][i] if "looped" in found else None
+        unlooped = found["unlooped"][i] if "unlooped" in found else None
+        if looped is not None:
+            ratio = float(looped[-1] / looped.min())
+            text = f"{title}: the looped model improves loop by loop and stays (here: the last within 1.1 x of the best)"
+            claims.append(Claim("Fig. 8", text, f"{ratio:.2f} x, {looped[0]:.3g} to {looped[-1]:.3g}", ratio <= 1.1))
+        if unlooped is not None:
+            ratio = float(unlooped[-1] / unlooped.min())
+            text = f"{title}: the unlooped model is best at an inner layer and turns to something else (here: last > 1.1 x)"
+            claims.append(Claim("Fig. 8", text, f"{ratio:.2f} x, best at {int(unlooped.argmin()) + 1}", ratio > 1.1))
+        if looped is not None and unlooped is not None:
+            text = f"{title}: after its loops the looped model is below the unlooped one's best layer"
+            claims.append(
+                Claim("Fig. 8", text, f"{looped[-1]:.3g} against {unlooped.min():.3g}", bool(looped[-1] < unlooped.min()))
+            )
+        for kind in ("looped", "unlooped"):
+            if kind in found:
+                own, control = float(found[kind][i].min()), float(found[f"{kind}, control"][i].min())
+                text = f"{title}, {kind}: probes are far below the control task (here: less than half)"
+                claims.append(Claim("Fig. 8", text, f"{own:.3g} against {control:.3g}", own < control / 2))
+    return claims

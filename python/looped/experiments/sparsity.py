@@ -1,0 +1,78 @@
+"""Fig. 11: sparse linear functions with more and more non-zero weights, looped beside unlooped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from looped.experiments.lab import Lab
+from looped.experiments.measure import Measured, by_examples, fresh, line, mean_ratio, measure, of_baseline
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
+from looped.icl.baselines import Lasso
+from looped.train import Ramp, TrainConfig
+
+TASK = "sparse_linear_regression"
+SPARSITIES = {"tiny": (1, 2), "small": (1, 2, 4, 6), "paper": (1, 3, 6, 9, 12)}
+ENOUGH = 0.1  # of the variance: the error whose number of examples is compared
+
+
+def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> tuple[str, TrainConfig]:
+    """The run at a sparsity, under the name that other experiments know it by where it is the preset's own."""
+    own = lab.config(TASK, unlooped=unlooped)
+    config = dataclasses.replace(own, task_options={"sparsity": sparsity})
+    if lab.preset == "paper" and not unlooped:  # b = 30 and T = 15 serve every sparsity
+        config = dataclasses.replace(config, model=config.model.replace(n_loops=30), window=15, loops=Ramp(15, 30, 2, 500))
+    kind = "_unlooped" if unlooped else ""
+    return TASK + kind if config == own else f"{TASK}_s{sparsity}{kind}", config
+
+
+def run(lab: Lab) -> Outcome:
+    found: dict[int, dict[str, Measured]] = {}
+    n_dims, n_points = 0, 0
+    for sparsity in SPARSITIES[lab.preset]:
+        name, config = run_of(lab, sparsity, unlooped=False)
+        task, n_dims, n_points = config.make_task(), config.dims.end, config.points.end
+        models = {"looped": lab.models(name, config), "unlooped": lab.models(*run_of(lab, sparsity, unlooped=True))}
+        if any(models.values()):
+            ways = {kind: by_examples(some, task) for kind, some in models.items()} | {"lasso": of_baseline(Lasso(), task)}
+            found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways, slow=["lasso"])
+    kinds = {"looped": "looped", "unlooped": "twin", "lasso": "baseline"}
+    panels = [
+        Panel(
+            f"{sparsity} of {n_dims} weights are not 0",
+            "examples in the prompt",
+            "squared error / variance of y",
+            [line(kind, range(n_points), one, kinds[kind]) for kind, one in measured.items()],
+        )
+        for sparsity, measured in found.items()
+    ]
+    rows: list[list[Cell]] = []
+    for sparsity, measured in found.items():
+        for kind, one in measured.items():
+            errors = one.curve.mean
+            places = [errors[min(place, n_points - 1)] for place in (n_dims // 4, n_dims // 2, n_dims, n_points - 1)]
+            rows.append([sparsity, kind, *places, examples_needed(errors)])
+    columns = ["non-zero", "", "d/4", "d/2", "d", "all", f"examples to {ENOUGH}"]
+    settings = dict(task=TASK, n_dims=n_dims, n_points=n_points, sparsities=list(SPARSITIES[lab.preset]))
+    sheet = Sheet("squared error / variance of y, by examples", columns, rows)
+    return Outcome("sparsity", "Fig. 11", lab.preset, settings, panels, sheet, _claims(found))
+
+
+def examples_needed(errors: list[float]) -> int | None:
+    """The least number of examples from which on the error stays at `ENOUGH` or below."""
+    above = [i for i, error in enumerate(errors) if not error <= ENOUGH]
+    first = above[-1] + 1 if above else 0
+    return first if first < len(errors) else None
+
+
+def _claims(found: dict[int, dict[str, Measured]]) -> list[Claim]:
+    both = {sparsity: one for sparsity, one in found.items() if {"looped", "unlooped"} <= set(one)}
+    ratios = {s: mean_ratio(one["looped"].curve.mean, one["unlooped"].curve.mean) for s, one in both.items()}
+    text = "at every sparsity the looped model is as good as the unlooped one or better (here: within 1.1 x, geometric mean)"
+    measured = ", ".join(f"s={sparsity}: {ratio:.2f} x" for sparsity, ratio in ratios.items()) or "-"
+    claims = [Claim("Fig. 11", text, measured, all(ratio <= 1.1 for ratio in ratios.values()) if ratios else None)]
+    needed = {s: examples_needed(one["looped"].curve.mean) for s, one in found.items() if "looped" in one}
+    text = f"less sparse functions need more examples (here: to an error of {ENOUGH})"
+    measured = ", ".join(f"s={sparsity}: {count or 'more'}" for sparsity, count in needed.items()) or "-"
+    known = [float("inf") if count is None else count for count in needed.values()]
+    holds = known == sorted(known) and len(set(known)) > 1 if len(known) > 1 else None
+    return [*claims, Claim("Fig. 11", text, measured, holds)]

@@ -1,0 +1,52 @@
+"""When a training run has diverged, and the note of it that stays in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from looped.checkpoint import write_atomically
+from looped.train.recipe import TrainConfig
+
+EXPLODED = 10.0  # times the error of answering 0 (or all classes alike)
+EXPLODED_STEPS = 20  # so many in a row end the run
+FILE = "diverged.json"
+REMEDY = "start again in another folder with a lower lr, a grad_clip, weight_decay or a shorter window"
+
+
+def count_exploded(before: int, error: float, of_nothing: float) -> int:
+    """Steps in a row, this one included, whose error is `EXPLODED` times that of answering 0; before: as of the last step."""
+    return before + 1 if error > EXPLODED * of_nothing else 0
+
+
+def check(step: int, loss: float, grad_norm: float, n_exploded: int) -> None:
+    """Raises FloatingPointError, naming the step, for a run that has diverged."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise FloatingPointError(f"train: the loss or its gradient is not finite at step {step}; {REMEDY}")
+    if n_exploded >= EXPLODED_STEPS:
+        raise FloatingPointError(
+            f"train: the loss has exploded at step {step}: it is {loss:.3g}, and for {n_exploded} steps it was more than "
+            f"{EXPLODED:g} times that of answering 0; {REMEDY}"
+        )
+
+
+def note(config: TrainConfig, folder: Path, step: int, checkpoint: int, reason: str) -> None:
+    """Leave `diverged.json`: at which step, why, and which checkpoint is the last good one."""
+    content: dict[str, Any] = {"step": step, "reason": reason, "checkpoint": checkpoint, "config": config.to_dict()}
+    write_atomically(folder / FILE, json.dumps(content, indent=2).encode())
+
+
+def why_diverged(config: TrainConfig, folder: Path) -> str | None:
+    """What ended this very run in the folder, where it diverged; else None."""
+    path = folder / FILE
+    left = json.loads(path.read_text()) if path.exists() else {}
+    return str(left["reason"]) if left.get("config") == json.loads(json.dumps(config.to_dict())) else None
+
+
+def forget_or_raise(config: TrainConfig, folder: Path, resume: bool) -> None:
+    """Raises FloatingPointError where the run to be resumed has diverged before: it would again. Else drops the note."""
+    if resume and (reason := why_diverged(config, folder)):
+        raise FloatingPointError(reason)
+    (folder / FILE).unlink(missing_ok=True)

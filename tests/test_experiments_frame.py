@@ -1,0 +1,328 @@
+"""Where experiments get models and numbers from: the lab, measuring, outcomes, and the command."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from click.testing import CliRunner
+from models import icl_model
+
+import looped
+from looped.cli import main
+from looped.experiments import EXPERIMENTS, Lab, Outcome, run_experiment
+from looped.experiments import lab as lab_module
+from looped.experiments.measure import (
+    by_examples,
+    by_loops,
+    first_of,
+    fresh,
+    joined,
+    line,
+    mean_ratio,
+    measure,
+    of_baseline,
+    single,
+)
+from looped.experiments.outcome import Line, Panel, Sheet
+from looped.icl.baselines import LeastSquares
+from looped.icl.curves import CONFIDENCE, N_RESAMPLES, RunningCurve
+from looped.icl.prompts import interleave
+from looped.icl.shifts import make_shift, random_rotation
+from looped.icl.tasks import LinearRegression, Pairs
+from looped.report.outcomes import cell_text, outcome_tables, plot_outcome
+from looped.train import preset, train
+
+
+def quick(tmp_path, preset_name="tiny", **options):
+    """A lab whose trainings take twelve steps."""
+    return Lab(preset_name, tmp_path, **(dict(n_steps=12, n_prompts=8, progress=False) | options))
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def must_not_train(*args, **kwargs):
+    raise AssertionError("a model that is there was trained again")
+
+
+# The lab
+
+
+def test_bundled_models_are_used_where_they_are_the_very_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    lab = Lab("small", tmp_path)
+    (found,) = lab.models("linear_regression", lab.config())
+    assert torch.equal(weights(found), weights(looped.load_pretrained("linear_regression")))
+    assert lab.used["linear_regression"]["source"] == "bundled: linear_regression"
+    (tied,) = lab.models("any", lab.config(tied=True))
+    assert torch.equal(weights(tied), weights(looped.load_pretrained("linear_regression_tied")))
+    with pytest.raises(AssertionError, match="trained again"):
+        lab.models("linear_regression", dataclasses.replace(lab.config(), lr=2e-3))
+
+
+def test_a_missing_model_is_left_out_when_training_is_not_wanted(tmp_path):
+    lab = Lab("small", tmp_path, may_train=False)
+    assert lab.models("linear_regression_unlooped", lab.config(unlooped=True)) == []
+    assert "linear_regression_unlooped is left out" in lab.notes[0]
+    assert not (tmp_path / "models").exists()
+
+
+def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
+    lab = quick(tmp_path)
+    (first,) = lab.models("one", lab.config())
+    assert lab.used["one"] == {
+        "source": "trained: one",
+        "n_steps": 12,
+        "n_parameters": sum(p.numel() for p in first.parameters()),
+        "n_loops": 4,
+        "n_layers": 1,
+    }
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    (again,) = quick(tmp_path).models("one", lab.config())
+    assert torch.equal(weights(first), weights(again))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="already holds a run"):
+        quick(tmp_path, n_steps=13).models("one", lab.config())
+
+
+def test_stopped_trainings_need_resume_and_end_the_same(tmp_path):
+    lab = quick(tmp_path)
+    config = dataclasses.replace(lab.config(), n_steps=12)
+    (whole,) = lab.models("whole", config)
+    with pytest.MonkeyPatch.context() as patch:
+        from looped.train.trainer import Run
+
+        advance = Run.advance
+
+        def stop(self):
+            if self.step == 7:
+                raise KeyboardInterrupt
+            return advance(self)
+
+        patch.setattr(Run, "advance", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(dataclasses.replace(config, save_every=5), tmp_path / "models" / "cut", progress=False)
+    config = dataclasses.replace(config, save_every=5)
+    with pytest.raises(ValueError, match="resume"):
+        quick(tmp_path, n_steps=0).models("cut", config)
+    (resumed,) = quick(tmp_path, n_steps=0, resume=True).models("cut", config)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_each_seed_is_a_model_of_its_own(tmp_path):
+    lab = quick(tmp_path, seeds=[42, 7])
+    one, two = lab.models("m", lab.config())
+    assert not torch.equal(weights(one), weights(two))
+    assert list(lab.used) == ["m", "m, seed 7"]
+    assert (tmp_path / "models" / "m_seed_7" / "model").is_dir()
+    for seeds in ([], [1, 1]):
+        with pytest.raises(ValueError, match="seeds"):
+            quick(tmp_path, seeds=seeds)
+
+
+def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    looped.save_model(icl_model(n_dims=2, n_points=5), tmp_path / "mine")
+    looped.save_model(icl_model(n_dims=2, n_points=3), tmp_path / "short")
+    lab = quick(tmp_path, given={"a": str(tmp_path / "mine"), "b": "linear_regression", "c": str(tmp_path / "short")})
+    (found,) = lab.models("a", lab.config())
+    assert torch.equal(weights(found), weights(icl_model(n_dims=2, n_points=5, dtype=torch.float64).float()))
+    with pytest.raises(ValueError, match="for b has n_dims=5, and preset tiny needs 2"):
+        lab.models("b", lab.config())
+    with pytest.raises(ValueError, match="for c has 7 positions, and preset tiny needs 9"):
+        lab.models("c", lab.config())
+
+
+def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
+    def diverge(*args, **kwargs):
+        raise FloatingPointError("train: the loss has exploded at step 9")
+
+    monkeypatch.setattr(lab_module, "train", diverge)
+    lab = quick(tmp_path)
+    assert lab.models("m", lab.config()) == []
+    assert lab.notes == ["m diverged: the loss has exploded at step 9"]
+    assert lab.used["m"]["source"] == "diverged"
+
+
+def test_a_run_that_has_diverged_is_not_tried_again(tmp_path, monkeypatch):
+    lab = quick(tmp_path, n_steps=0)
+    config = dataclasses.replace(lab.config(), n_steps=30, save_every=1, lr=1e6)
+    assert lab.models("m", config) == []
+    (note,) = lab.notes
+    assert "step" in note
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    again = quick(tmp_path, n_steps=0)
+    assert again.models("m", config) == []
+    assert again.notes[0].split(" (")[0] == note.split(" (")[0]
+    with pytest.raises(AssertionError, match="trained again"):
+        again.models("m", dataclasses.replace(config, lr=1e-3))
+
+
+def test_unknown_presets_and_experiments_are_named(tmp_path):
+    with pytest.raises(ValueError, match="preset='huge' is not one of tiny, small, paper"):
+        Lab("huge", tmp_path)
+    with pytest.raises(ValueError, match="did you mean 'sparsity'"):
+        run_experiment("sparse", quick(tmp_path))
+
+
+# Measuring
+
+
+def test_bootstrap_intervals_are_scipys():
+    rows = torch.randn(200, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).exp()
+    running = RunningCurve()
+    running.add(rows)
+    curve = running.curve(seed=5)
+    rng = np.random.default_rng(5)
+    options = dict(n_resamples=N_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", batch=20, rng=rng)
+    expected = scipy.stats.bootstrap((rows.numpy(),), np.mean, axis=0, vectorized=True, **options).confidence_interval
+    np.testing.assert_allclose(curve.low, expected.low, rtol=1e-12)
+    np.testing.assert_allclose(curve.high, expected.high, rtol=1e-12)
+    means = [rows.numpy()[np.random.default_rng(i).integers(0, 200, 200)].mean(axis=0) for i in range(3000)]
+    by_hand = np.quantile(means, [0.05, 0.95], axis=0)  # other resamples: alike, not equal
+    np.testing.assert_allclose([curve.low, curve.high], by_hand, rtol=0.02)
+    assert running.mean() == curve.mean
+
+
+def test_measuring_averages_over_models_prompt_by_prompt():
+    pairs = [Pairs(torch.zeros(n, 3, 2), torch.arange(3.0 * n).reshape(n, 3)) for n in (100, 60)]
+    ways = {"both": [lambda p: p.ys, lambda p: 3 * p.ys], "none": [], "slow": [lambda p: p.ys + 1]}
+    found = measure(pairs, ways, slow=["slow"])
+    ys = torch.cat([p.ys for p in pairs]).double()
+    assert set(found) == {"both", "slow"}
+    np.testing.assert_allclose(found["both"].curve.mean, (2 * ys).mean(dim=0))
+    np.testing.assert_allclose(found["both"].by_model, [ys.mean(dim=0), 3 * ys.mean(dim=0)])
+    assert found["slow"].curve.n_prompts == 128
+    assert line("l", range(3), found["both"]).by_seed == found["both"].by_model
+    assert line("l", range(3), found["slow"]).by_seed == ()
+    np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
+
+
+def test_ways_are_the_errors_of_a_plain_loop():
+    task, model = LinearRegression(3), icl_model(std=0.1, dtype=torch.float32)
+    pairs = next(iter(fresh(task, 6, 5, 0)))
+    x, ys = interleave(*pairs), pairs.ys.double()
+    every = model(x, n_loops=7, return_predictions=True).double()
+    got = by_loops([model], task, 7)[0](pairs)
+    torch.testing.assert_close(got, (every[:, :, -1] - ys[:, -1:]) ** 2 / 3, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(by_examples([model], task)[0](pairs), (every[:, 5] - ys) ** 2 / 3, rtol=1e-4, atol=1e-6)
+    baseline = of_baseline(LeastSquares(), task)[0](pairs)
+    torch.testing.assert_close(baseline, (LeastSquares().predict(*pairs).double() - ys) ** 2 / 3)
+    shifted = make_shift("skewed").sample(
+        task, 4, 3, generator=torch.Generator().manual_seed(0), rotation=random_rotation(3, 0)
+    )
+    assert [len(part) for part in first_of(shifted, 2)[:4]] == [2] * 4
+
+
+def test_ratios_and_curves_of_curves():
+    assert mean_ratio([9.0, 2.0, 8.0], [1.0, 1.0, 2.0]) == pytest.approx(math.sqrt(8))
+    assert mean_ratio([1.0, math.nan, 3.0], [1.0, 1.0, 1.0]) == pytest.approx(3)
+    assert math.isnan(mean_ratio([1.0], [1.0]))
+    one, two = single([1.0, 2.0], 5), single([3.0, 4.0], 7)
+    both = joined([one, two])
+    assert (both.mean, both.n_prompts) == ([2.0, 4.0], 5)
+
+
+# Outcomes
+
+
+def outcome(**changes):
+    fields = dict(
+        experiment="test",
+        figures="Fig. 0",
+        preset="tiny",
+        settings={"tol": math.inf},
+        panels=[
+            Panel(
+                "p",
+                "x",
+                "y",
+                [
+                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]]),
+                    Line("b", [1], single([0.0]), "twin"),
+                ],
+            )
+        ],
+        sheet=Sheet("table", ["", "n", "value"], [["row", 1200, 0.12345], ["", None, 1e-7]]),
+    )
+    return Outcome(**(fields | changes))
+
+
+def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
+    one = outcome()
+    one.save(tmp_path / "new")
+    read = json.loads((tmp_path / "new" / "test.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert read["settings"] == {"tol": None}
+    assert read["panels"][0]["lines"][0]["mean"] == [0.5, None]
+    assert [one["by_seed"] for one in read["panels"][0]["lines"]] == [[[0.4, 1.0], [0.6, 1.0]], []]
+    assert read["table"]["rows"] == [["row", 1200, 0.12345], ["", None, 1e-7]]
+    lines = (tmp_path / "new" / "test.csv").read_text().splitlines()
+    assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts"
+    assert lines[1:] == ["p,a,looped,1,0.5,,,3", "p,a,looped,2,,,,3", "p,b,twin,1,0.0,,,0"]
+    for panels in (one.panels, [], [one.panels[0]] * 4):
+        plot_outcome(dataclasses.replace(one, panels=panels), tmp_path / "test.png")
+        assert (tmp_path / "test.png").read_bytes()[:4] == b"\x89PNG"
+    assert len(outcome_tables(one)) == 1
+    with pytest.raises(ValueError, match="a has 2 places and 1 values"):
+        Line("a", [1, 2], single([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [(1234, "1,234"), (None, "-"), (math.nan, "-"), ("b", "b"), (0.0, "0"), (0.01234, "0.0123"), (1e-4, "1.00e-04")],
+)
+def test_cells(cell, text):
+    assert cell_text(cell) == text
+
+
+# The command
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def test_the_command_lists_and_runs(tmp_path):
+    listed = invoke("experiment")
+    assert all(name in listed.stdout for name in EXPERIMENTS)
+    options = ("--preset", "tiny", "--steps", 3, "--prompts", 4, "--out", tmp_path, "--threads", 1)
+    result = invoke("experiment", "fixed-point", *options, "--json", "--models", "other=x")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["experiment"], report["settings"]["n_prompts"]) == ("fixed-point", 4)
+    assert report["models"]["linear_regression"]["n_steps"] == 3
+    assert "fixed-point uses no model other; it uses linear_regression" in result.stderr
+    for kind in ("json", "csv", "png"):
+        assert (tmp_path / f"fixed-point.{kind}").stat().st_size > 100
+    again = invoke("experiment", "fixed-point", *options)
+    assert again.exit_code == 0
+    assert "with injection" in again.stdout
+    assert "training" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fixed"], "did you mean 'fixed-point'"),
+        (["fixed-point", "--models", "x"], "NAME=FOLDER"),
+        (["fixed-point", "--seeds", "a"], "a list such as"),
+        (["fixed-point", "--preset", "big"], "is not one of"),
+    ],
+)
+def test_wrong_commands_are_named(tmp_path, arguments, message):
+    result = invoke("experiment", *arguments, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_train_takes_seeds_and_the_unlooped_twin(tmp_path):
+    result = invoke("train", "--preset", "tiny", "--unlooped", "--seeds", "1,2", "--out", tmp_path / "r", "--json")
+    assert result.exit_code == 0, result.stderr
+    folders = json.loads(result.stdout)
+    assert [looped.load_model(folder).config.n_core for folder in folders] == [2, 2]
+    assert looped.load_model(folders[0]).config == preset("tiny", unlooped=True).model

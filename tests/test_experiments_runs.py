@@ -1,0 +1,313 @@
+"""Every experiment runs at the tiny preset, its numbers are those of its models, and its claims follow from the numbers."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from models import icl_model
+
+import looped
+from looped.exits import Contraction
+from looped.experiments import EXPERIMENTS, Lab, adaptive, architecture, fixed_point, functions, run_experiment, shift, sparsity
+from looped.experiments import loops_and_window as grid
+from looped.experiments import sample_efficiency as sets
+from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
+from looped.experiments.measure import Measured, single
+from looped.icl.evaluate import batches
+from looped.icl.predictor import LoopedPredictor
+from looped.icl.prompts import interleave
+from looped.icl.shifts import SHIFTS
+from looped.icl.tasks import LinearRegression, SparseLinearRegression
+from looped.train import Ramp, preset
+
+
+def quick(folder, preset_name="tiny", **options):
+    return Lab(preset_name, folder, **(dict(n_steps=4, n_prompts=6, progress=False) | options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Experiments share the models that they train."""
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "tabular"])  # that one is run in test_tabular.py
+def test_every_experiment_runs(folder, name):
+    outcome = run_experiment(name, quick(folder))
+    assert outcome.experiment == name
+    assert outcome.figures == EXPERIMENTS[name].figures
+    report = json.loads(json.dumps(outcome.to_dict()), parse_constant=lambda text: pytest.fail(text))
+    assert report["table"]["rows"]
+    assert report["panels"]
+    assert report["claims"]
+    assert all(len(row) == len(report["table"]["columns"]) for row in report["table"]["rows"])
+    assert all(line["mean"] for panel in report["panels"] for line in panel["lines"])
+    assert all(model["source"].startswith("trained") for model in report["models"].values())
+    assert not any("left out" in note for note in report["notes"])
+
+
+def test_presets_share_their_runs_names(folder):
+    """What two experiments train under one name is one run, or the second would find another configuration there."""
+    for name in ("tiny", "small", "paper"):
+        lab, known = Lab(name, folder), {}
+        runs = [("linear_regression", lab.config()), ("linear_regression_unlooped", lab.config(unlooped=True))]
+        runs += [shift.unlooped_of_depth(lab, n) for n in shift.DEPTHS[name]]
+        runs += [(task, lab.config(task)) for task in functions.TASKS]
+        runs += [(f"{task}_unlooped", lab.config(task, unlooped=True)) for task in functions.TASKS]
+        runs += [sparsity.run_of(lab, s, unlooped=u) for s in sparsity.SPARSITIES[name] for u in (False, True)]
+        for task, one in grid.GRIDS[name].items():
+            runs += [grid.published_run(lab, task, b, T) for b in one.loops for T in one.windows if b >= T]
+        runs += [architecture.run_with(lab, f, v) for f, values in architecture.VALUES[name].items() for v in values]
+        for label, config in runs:
+            assert known.setdefault(label, config) == config, label
+        assert len({json.dumps(config.to_dict(), sort_keys=True) for config in known.values()}) == len(known)
+
+
+def test_small_runs_of_functions_are_the_presets_own():
+    lab = Lab("small", "x")
+    assert lab.config("sparse_linear_regression") == preset("small", "sparse_linear_regression")
+    assert sparsity.run_of(lab, 2, unlooped=True) == (
+        "sparse_linear_regression_unlooped",
+        preset("small", "sparse_linear_regression", unlooped=True),
+    )
+    name, config = sparsity.run_of(Lab("paper", "x"), 3, unlooped=False)
+    assert (name, config.model.n_loops, config.window, config.loops) == (
+        "sparse_linear_regression_s3",
+        30,
+        15,
+        Ramp(15, 30, 2, 500),
+    )
+
+
+# fixed-point
+
+
+def test_fixed_point_reports_what_its_models_do(tmp_path):
+    models = {"linear_regression": icl_model(std=0.1, n_dims=2, n_points=5, dtype=torch.float32, n_loops=4)}
+    models["linear_regression_tied"] = icl_model(
+        std=0.2, n_dims=2, n_points=5, dtype=torch.float32, n_loops=4, inject="none", state_init="embedding"
+    )
+    for name, model in models.items():
+        looped.save_model(model, tmp_path / name)
+    given = {name: str(tmp_path / name) for name in models}
+    outcome = run_experiment("fixed-point", quick(tmp_path, given=given, may_train=False, n_prompts=9))
+    pairs = next(batches(LinearRegression(2), 9, 5, 0, 9))
+    rows = {row[0]: row for row in outcome.sheet.rows}
+    for kind, model in zip(("looped", "tied"), models.values(), strict=True):
+        every = model(interleave(*pairs), n_loops=20, return_predictions=True)[:, :, -1].double()
+        errors = ((every.detach() - pairs.ys[:, -1:].double()) ** 2).mean(dim=0) / 2
+        np.testing.assert_allclose(outcome.panels[0].lines[kind == "tied"].curve.mean, errors.detach(), rtol=1e-4)
+        expected = [errors[3], errors.min(), int(errors.argmin()) + 1, errors[19], errors[19] / errors[3]]
+        np.testing.assert_allclose(rows[kind][2:7], [float(x) for x in expected], rtol=1e-4)
+    assert "linear_regression_unlooped is left out" in outcome.notes[0]
+    assert outcome.claims[2].holds is None
+
+
+def curves(**errors):
+    return {name: Measured(single(values), [], 0.0) for name, values in errors.items()}
+
+
+def test_fixed_point_claims():
+    models = {kind: [icl_model(d_model=width)] for kind, width in (("looped", 16), ("tied", 16), ("unlooped", 64))}
+    flat, rising = [1.0] * 3 + [0.5] * 2 + [0.55] * 5, [0.5] * 2 + [1.2] * 8
+    loops = curves(looped=flat, tied=rising)
+    examples = curves(looped=[1.0, 1, 0.13], unlooped=[1.0, 1, 0.1])
+    claims = fixed_point._claims(models, loops, examples, 2, 1)
+    assert [claim.holds for claim in claims] == [True, True, True]
+    claims = fixed_point._claims(
+        models, curves(looped=rising, tied=flat), curves(looped=[1.0, 1, 0.14], unlooped=[1, 1, 0.1]), 2, 1
+    )
+    assert [claim.holds for claim in claims] == [False, False, False]
+    assert fixed_point.worst_beyond([9.0, 2.0, 3.0, 1.0], 2) == 1.5
+    same = {kind: [icl_model()] for kind in models}
+    assert not fixed_point._claims(same, loops, examples, 2, 1)[2].holds, "as many parameters"
+
+
+# loops-and-window, sample-efficiency, architecture, sparsity, functions
+
+
+def test_grid_runs_follow_the_published_recipe(folder):
+    name, config = grid.published_run(Lab("small", folder), "linear_regression", 30, 12)
+    assert name == "linear_regression_b30_T12"
+    assert (config.model.n_loops, config.window, config.loops) == (30, 12, Ramp(12, 30, 1, 300))
+    assert (config.rest_weight, config.extra_loops, config.n_steps) == (0.0, 0, 8000)
+    paper = grid.published_run(Lab("paper", folder), "decision_tree", 70, 15)[1]
+    assert paper == dataclasses.replace(preset("paper", "decision_tree"))
+
+
+def test_grid_claims_and_divergence(folder, monkeypatch):
+    def errors(b, at_b, after):
+        return [1.0] * (b - 1) + [at_b] + [after] * (4 * b)
+
+    one = grid.Grid((2, 6), (1, 2))
+    found = {(2, 1): errors(2, 0.4, 1.0), (6, 1): errors(6, 0.3, 0.3)}
+    found |= {(2, 2): errors(2, 0.2, 0.9), (6, 2): errors(6, 0.1, 0.1)}
+    claims = grid._claims("linear_regression", one, found)
+    assert [claim.holds for claim in claims] == [True] * 5
+    swapped = {key: errors(key[0], 0.1 if key[1] == 1 else 0.4, 0.01) for key in found}
+    assert [claim.holds for claim in grid._claims("x", one, swapped)][::2] == [False, False, False]
+    assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == 2
+    assert grid._row(errors(3, 0.5, 1.1), 3)[-1] == "yes"
+
+    def diverge(*args, **kwargs):
+        raise FloatingPointError("train: the loss has exploded at step 9")
+
+    monkeypatch.setattr("looped.experiments.lab.train", diverge)
+    outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
+    assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
+    assert outcome.claims == []
+
+
+def test_sets_of_prompts_have_no_curriculum(folder):
+    name, config = sets.run_on(Lab("paper", folder), 10, 5000, 1e-5, unlooped=False)
+    assert name == "set_of_5000_d10_looped_lr1e-05"
+    assert (config.dims, config.points, config.loops) == (Ramp(10, 10), Ramp(21, 21), Ramp(30, 30))
+    assert (config.n_distinct, config.lr, config.window, config.model.n_dims) == (5000, 1e-5, 15, 10)
+    unlooped = sets.run_on(Lab("paper", folder), 10, 5000, 1e-5, unlooped=True)[1]
+    assert (unlooped.model.n_core, unlooped.loops, unlooped.window) == (12, Ramp(1, 1), 1)
+    holds = sets._claim(5, {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}).holds
+    assert holds
+    assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}).holds is None
+
+
+def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(sets, "fresh", lambda task, n, k, seed: seeds.append(seed) or batches(task, n, k, seed, 128))
+    lab = quick(folder / "lrs", seed=3)
+    best = sets._best(lab, 2, 4, (1e-3, 0.9), unlooped=False)
+    assert set(seeds) == {3 + sets.VALIDATION}
+    by_lr = {}
+    for lr in (1e-3, 0.9):
+        (model,) = lab.models(*sets.run_on(lab, 2, 4, lr, unlooped=False))
+        pairs = next(batches(LinearRegression(2), 6, 5, 3 + sets.VALIDATION, 6))
+        by_lr[lr] = (LoopedPredictor(model).predict(*pairs) - pairs.ys).square().mean().item()
+    assert best[0] == min(by_lr, key=by_lr.get)
+
+
+def test_architecture_and_sparsity_claims():
+    found = {"n_core": {1: [1.0, 1, 0.1], 2: [0.1, 0.1, 0.1]}, "d_model": {8: [1.0, 0.9, 0.5], 16: [1, 0.4, 0.2]}}
+    found["n_heads"] = {1: [1.0, 0.3, 0.3], 2: [1, 0.1, 0.1], 4: [1, 0.2, 0.2]}
+    assert [claim.holds for claim in architecture._claims(found, 2)] == [True, True, True]
+    found["n_heads"][4] = [1.0, 0.05, 0.05]
+    assert not architecture._claims(found, 2)[2].holds
+    by_s = {1: curves(looped=[1.0, 0.05, 0.01], unlooped=[1.0, 0.05, 0.01])}
+    by_s[2] = curves(looped=[1.0, 0.5, 0.01], unlooped=[1.0, 0.4, 0.01])
+    assert [claim.holds for claim in sparsity._claims(by_s)] == [False, True]
+    assert sparsity.examples_needed([1.0, 0.05, 0.2, 0.1, 0.01]) == 3
+    assert sparsity.examples_needed([1.0, 0.5]) is None
+
+
+def test_functions_claims():
+    found = curves(looped=[1.0, 0.5, 0.3, 0.2, 0.1], unlooped=[1.0, 0.5, 0.3, 0.2, 0.1], lasso=[1, 0.6, 0.29, 0.01, 0.001])
+    both = functions._claims("sparse_linear_regression", found, 4)
+    assert [claim.holds for claim in both] == [True, True], "fewer than half of 4 is 1"
+    assert not functions._claims("sparse_linear_regression", found, 6)[1].holds
+    trees = curves(looped=[1.0, 0.2], decision_tree=[1.0, 0.3], xgboost=[1.0, 0.25])
+    assert functions._claims("decision_tree", trees, 1)[1].holds
+    trees["xgboost"] = Measured(single([1.0, 0.1]), [], 0.0)
+    assert not functions._claims("decision_tree", trees, 1)[1].holds
+    assert functions._claims("decision_tree", trees, 1)[0].holds is None
+
+
+def test_shift_claims():
+    lab = Lab("small", "x")
+    equal = {name: [1.0, 0.5, 0.5] for name in ("looped", "unlooped L=1", "unlooped L=4", "unlooped L=12")}
+    found = {name: curves(**equal) for name in SHIFTS}
+    found["x_times_2"] = curves(**equal | {"unlooped L=12": [1.0, 0.1, 0.1]})
+    found["skewed"] = curves(**equal | {"looped": [1.0, 0.6, 0.6]})
+    found["orthogonal_query"] = curves(**equal | {"looped": [1.0, 0.9, math.nan]})
+    claims = {claim.text.partition(":")[0]: claim.holds for claim in shift._claims(found, lab)}
+    assert claims == {
+        "skewed": False,
+        "half_subspace": True,
+        "random_orthants": True,
+        "orthogonal_query": False,
+        "overlapping_query": True,
+        "x scaled by 2": True,
+    }
+    assert shift.last_measured([1.0, 0.5, math.nan]) == 1
+
+
+def test_shift_draws_absent_cells_as_absent(folder):
+    outcome = run_experiment("shift", quick(folder))
+    panel = next(panel for panel in outcome.panels if panel.title == "orthogonal query")
+    report = outcome.to_dict()
+    for line in panel.lines:
+        assert [math.isnan(x) for x in line.curve.mean] == [False, False, True, True, True]
+    rows = [line for line in outcome.to_csv().splitlines() if line.startswith("orthogonal query,looped")]
+    assert rows[2].split(",")[4:7] == ["", "", ""]
+    row = next(row for row in report["table"]["rows"] if row[0] == "orthogonal_query")
+    assert row[1] == 1, "the last number of examples to which two dimensions leave an orthogonal query"
+    assert all(cell > 0 for cell in row[2:])
+
+
+# adaptive
+
+
+def test_levels_are_what_the_models_were_trained_on():
+    some = levels("linear_regression", preset("small"))
+    assert [(one.family, one.difficulty, one.n_live) for one in some] == [
+        *(("dimensions", d, d) for d in (2, 3, 4, 5)),
+        *(("non-zero weights", s, 5) for s in (1, 2)),
+    ]
+    assert [one.variance for one in some] == [2, 3, 4, 5, 1, 2]
+    assert [one.difficulty for one in levels("sparse_linear_regression", preset("small", "sparse_linear_regression"))] == [
+        1,
+        2,
+        4,
+    ]
+
+
+def test_mixed_batches_hold_every_level_at_its_variance():
+    some = [
+        Level("dimensions", 2, LinearRegression(4), 2),
+        Level("non-zero weights", 1, SparseLinearRegression(4, sparsity=1), 4),
+    ]
+    mixed = list(mixed_batches(some, 6000, 6, seed=1))
+    level = torch.cat([one.level for one in mixed])
+    xs, ys = (torch.cat([one.pairs[i] for one in mixed]).double() for i in (0, 1))
+    assert 2800 < (level == 0).sum() < 3200
+    assert (xs[level == 0][..., 2:] == 0).all()
+    assert (xs[level == 1][..., 2:] != 0).any()
+    for i, one in enumerate(some):
+        assert ys[level == i].square().mean().item() == pytest.approx(one.variance, rel=0.1)
+    assert torch.equal(torch.cat([one.variance for one in mixed]), torch.tensor([2.0, 1.0], dtype=torch.float64)[level])
+
+
+def test_loops_and_errors_are_those_of_solve():
+    model = icl_model(std=0.1, dtype=torch.float32, n_dims=3, n_points=6)
+    some = [Level("dimensions", d, LinearRegression(3), d) for d in (1, 3)]
+    predictor = LoopedPredictor(model, n_loops=12)
+    (mixed,) = mixed_batches(some, 5, 4, seed=0)
+    x, ys = interleave(*mixed.pairs), mixed.pairs.ys[:, -1].double()
+    every = model(x, n_loops=12, return_predictions=True)[:, :, -1].double()
+    expected = (every - ys[:, None]) ** 2 / mixed.variance[:, None]
+    torch.testing.assert_close(fixed_errors(predictor, [mixed]), expected.detach(), rtol=1e-4, atol=1e-7)
+    for scope in ("prompt", "prefix"):
+        rule = Contraction(tol=0.1, scope=scope)
+        used = used_loops(predictor, [mixed], rule)
+        result = looped.solve(model, x, n_loops=12, exit=rule, on_stall="exit")
+        by_token = result.n_loops_by_token
+        loops = result.n_loops.double() if scope == "prompt" else by_token.double().mean(dim=1)
+        assert torch.equal(used.loops, loops)
+        assert (used.loops < 12).any()
+        torch.testing.assert_close(used.error, (result.prediction[:, -1].double() - ys) ** 2 / mixed.variance)
+
+
+def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
+    looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=5, n_loops=4), tmp_path / "m")
+    lab = quick(tmp_path, given={"linear_regression": str(tmp_path / "m")}, may_train=False, n_prompts=40)
+    outcome = run_experiment("adaptive", lab)
+    fixed = next(line for line in outcome.panels[-1].lines if line.label == "same loops for all").curve.mean
+    assert len(fixed) == 20
+    assert len(outcome.sheet.rows) == 2 * len(adaptive.TOLERANCES)
+    for _, _, _, mean, error, same, whole, kept, kept_same in outcome.sheet.rows:
+        assert same == pytest.approx(fixed[round(mean) - 1])
+        assert whole == pytest.approx(fixed[-1])
+        assert (kept, kept_same) == (pytest.approx(whole / error), pytest.approx(whole / same))
+    wins = [sum(row[4] < row[5] for row in outcome.sheet.rows if row[1] == way) for way in ("per prompt", "per token")]
+    found = [claim.measured for claim in outcome.claims if "same mean" in claim.text]
+    assert found == [f"at {n} of 5" for n in wins]

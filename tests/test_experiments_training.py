@@ -1,0 +1,336 @@
+"""Training that experiments stand on: published schedules and sizes, the loops before the window, and every option of a run."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import looped
+from looped import checkpoint
+from looped.icl.prompts import interleave
+from looped.icl.tasks import PromptPool
+from looped.model import FUSED
+from looped.pretrained import bundled_models
+from looped.train import Ramp, TrainConfig, loss, preset, train, train_seeds, trainer
+from looped.train.divergence import EXPLODED_STEPS
+from looped.train.loss import matrix_products, prediction_errors, state_after, window_errors
+from looped.train.recipe import PAPER
+from looped.train.trainer import Run
+
+needs_engine = pytest.mark.skipif("cpu" not in FUSED, reason="needs the C++ engine")
+
+
+def tiny(**changes):
+    return preset("tiny", **changes)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# Schedules and sizes
+
+
+class PublishedCurriculum:
+    """The authors' rule, step by step: a counter, and an increment whenever the counter is a multiple of the interval."""
+
+    def __init__(self, start, end, increment, interval):
+        self.value, self.end, self.increment, self.interval, self.count = start, end, increment, interval, 0
+
+    def update(self):
+        self.count += 1
+        if self.count % self.interval == 0:
+            self.value = min(self.value + self.increment, self.end)
+
+
+@pytest.mark.parametrize("task", [task for task in PAPER if task != "tabular"])
+def test_every_step_of_the_published_schedule(task):
+    b, window, first, last, more = {
+        "sparse_linear_regression": (20, 10, 11, 41, 2),
+        "decision_tree": (70, 15, 26, 101, 5),
+        "relu_2nn_regression": (12, 5, 26, 101, 5),
+    }.get(task, (30, 15, 11, 41, 2))
+    config = preset("paper", task)
+    assert config.window == window
+    published = {
+        "dims": PublishedCurriculum(5, 20, 1, 5000),
+        "points": PublishedCurriculum(first, last, more, 5000),
+        "loops": PublishedCurriculum(window, b, 2, 500),
+    }
+    for step in range(90_000):
+        for name, curriculum in published.items():
+            if step % 250 in (0, 1, 249):
+                assert getattr(config, name).at(step) == curriculum.value, (name, step)
+            curriculum.update()
+    assert [getattr(config, name).at(499_999) for name in published] == [20, last, b]
+
+
+@pytest.mark.parametrize(("unlooped", "size", "n_layers"), [(False, 847_873, 1), (True, 9_535_233, 12)])
+def test_the_paper_preset_has_the_published_sizes_and_trains(unlooped, size, n_layers):
+    config = preset("paper", unlooped=unlooped)
+    assert (config.batch_size, config.model.n_core) == (64, n_layers)
+    run = Run.start(dataclasses.replace(config, batch_size=2))  # of 64: twenty steps of the whole batch take minutes here
+    assert sum(p.numel() for p in run.model.parameters()) == size
+    before = weights(run.model)
+    losses = [run.advance()["loss"] for _ in range(20)]
+    assert all(math.isfinite(x) for x in losses)
+    assert (weights(run.model) != before).float().mean() > 0.9
+
+
+def test_small_numbers_by_task():
+    for name in ("linear_regression", "linear_regression_tied"):
+        with open(bundled_models()[name] + "/train.json") as file:
+            assert TrainConfig.from_dict(json.load(file)) == preset("small", tied=name.endswith("tied"))
+    sparse = preset("small", "sparse_linear_regression")
+    assert (sparse.task_options, sparse.dims, sparse.points) == ({"sparsity": 2}, Ramp(2, 8, 1, 1000), Ramp(17, 17))
+    assert sparse.model == looped.icl_config(n_dims=8, n_points=17, d_model=64, n_heads=4, n_loops=20)
+    unlooped = preset("small", "sparse_linear_regression", unlooped=True)
+    assert unlooped.model == looped.icl_config(
+        n_dims=8, n_points=17, d_model=64, n_heads=4, n_loops=1, n_core=12, inject="none", state_init="embedding"
+    )
+    assert (unlooped.window, unlooped.loops, unlooped.rest_weight, unlooped.extra_loops) == (1, Ramp(1, 1), 0.0, 0)
+    with pytest.raises(ValueError, match="two twins"):
+        preset("small", tied=True, unlooped=True)
+    for task in PAPER:
+        for name in ("tiny", "small", "paper"):
+            if task != "tabular":
+                assert preset(name, task, unlooped=True).window == 1
+
+
+# Loops before the window
+
+
+@needs_engine
+def test_loops_before_the_window_are_the_fused_ones_and_agree_with_eager(monkeypatch):
+    config = preset("small", batch_size=3)
+    model = Run.start(config).model
+    pairs = config.make_task().sample(3, 11, generator=torch.Generator().manual_seed(0))
+    x = interleave(*pairs)
+    torch.testing.assert_close(state_after(model, x, 9), state_after(model, x, 9, fused=False), rtol=1e-5, atol=1e-5)
+    assert not state_after(model, x, 9).requires_grad
+    assert state_after(model, x, 0) is None
+
+    def gradient():
+        model.zero_grad()
+        window_errors(model, *pairs, n_loops=12, window=3)[0].mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    calls = []
+    monkeypatch.setattr(loss, "loops_are_fused", lambda model: calls.append(1) or True)
+    fused = gradient()
+    monkeypatch.setattr(loss, "loops_are_fused", lambda model: False)
+    assert calls == [1]
+    torch.testing.assert_close(gradient(), fused, rtol=1e-4, atol=1e-6)
+
+
+def test_a_changed_model_trains_on_its_own_forward():
+    model = Run.start(tiny()).model
+    model.core[0].register_forward_hook(lambda module, inputs, output: output * 0)
+    x = interleave(*tiny().make_task().sample(2, 5, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(state_after(model, x, 2), state_after(model, x, 2, fused=False))
+
+
+# Losses and options
+
+
+def test_classes_are_trained_on_the_cross_entropy():
+    logits = torch.randn(2, 3, 4, 2)
+    ys = torch.tensor([[0.0, 1, 1, 0], [1, 1, 0, 0]])
+    got = prediction_errors(logits, ys)
+    for b, k, i in ((0, 0, 0), (1, 2, 3), (0, 1, 2)):
+        torch.testing.assert_close(got[b, k, i], F.cross_entropy(logits[b, k, i][None], ys[b, i].long()[None]))
+
+
+def test_weight_decay_shrinks_matrices_alone():
+    plain, decayed = Run.start(tiny(lr=1e-2)), Run.start(tiny(lr=1e-2, weight_decay=0.5))
+    before = {name: parameter.clone() for name, parameter in plain.model.named_parameters()}
+    for run in (plain, decayed):
+        run.advance()
+    for (name, a), b in zip(plain.model.named_parameters(), decayed.model.parameters(), strict=True):
+        expected = a - 1e-2 * 0.5 * before[name] if a.dim() >= 2 else a
+        torch.testing.assert_close(b, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_keeps_weights_states_and_errors_in_float32():
+    config = tiny()
+    model = Run.start(config).model
+    pairs = config.make_task().sample(16, 5, generator=torch.Generator().manual_seed(0))
+    full, _ = window_errors(model, *pairs, n_loops=4, window=2)
+    half, change = window_errors(model, *pairs, n_loops=4, window=2, precision="bf16")
+    assert half.dtype == change.dtype == torch.float32
+    assert not torch.equal(full, half)
+    torch.testing.assert_close(half, full, rtol=0.1, atol=0.05)
+    half.mean().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_tf32_is_on_inside_and_put_back():
+    before = torch.backends.cuda.matmul.allow_tf32
+    with matrix_products("tf32"):
+        assert torch.backends.cuda.matmul.allow_tf32
+    with matrix_products("fp32"):
+        assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_a_fixed_set_of_prompts_is_all_that_is_seen(monkeypatch):
+    config = tiny(n_distinct=5, dims=2, points=5, batch_size=16)
+    pool = PromptPool.of(config.make_task(), 5, 5, seed=config.seed).pairs
+    seen = []
+
+    def spy(model, xs, ys, **how):
+        seen.append(xs)
+        return window_errors(model, xs, ys, **how)
+
+    monkeypatch.setattr(trainer, "window_errors", spy)
+    run = Run.start(config)
+    for _ in range(4):
+        run.advance()
+    which = (torch.cat(seen)[:, None] == pool.xs).all(dim=(2, 3))
+    assert which.any(dim=1).all()
+    assert which.any(dim=0).all()
+    assert not torch.equal(seen[0], seen[1])
+    with pytest.raises(ValueError, match="has no curriculum"):
+        tiny(n_distinct=5)
+    for wrong in (0, 2.5, True):
+        with pytest.raises(ValueError, match="n_distinct"):
+            tiny(n_distinct=wrong, dims=2, points=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(precision="fp16"), "precision='fp16' is not one of fp32, tf32, bf16"),
+        (dict(weight_decay=-1.0), "weight_decay=-1.0 must be a number of at least 0"),
+        (dict(weight_decay="no"), "weight_decay='no'"),
+    ],
+)
+def test_wrong_options_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
+
+
+EVERYTHING = dict(weight_decay=0.1, precision="bf16", n_distinct=6, dims=2, points=5, rest_weight=1.0, extra_loops=2)
+
+
+def stop_at(monkeypatch, step):
+    advance = Run.advance
+
+    def advance_or_stop(self):
+        if self.step == step:
+            raise RuntimeError("power cut")
+        return advance(self)
+
+    monkeypatch.setattr(Run, "advance", advance_or_stop)
+
+
+def test_a_run_with_every_option_resumes_bit_for_bit(tmp_path, monkeypatch):
+    whole = train(tiny(**EVERYTHING), tmp_path / "whole", progress=False)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError):
+            train(tiny(**EVERYTHING), tmp_path / "cut", progress=False)
+    resumed = train(tiny(**EVERYTHING), tmp_path / "cut", resume=True, progress=False)
+    assert torch.equal(weights(resumed), weights(whole))
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "provenance.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 5]
+    assert lines[0]["source"] == lines[1]["source"]
+    assert len(lines[0]["source"]) == 64
+    assert {"looped", "torch", "threads", "device", "time"} <= set(lines[0])
+
+
+def test_a_checkpoint_from_before_an_option_existed_resumes(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError):
+            train(tiny(), tmp_path, progress=False)
+    state = checkpoint.load_training_state(tmp_path / "state.pt")
+    for name in ("weight_decay", "precision", "n_distinct"):
+        del state["config"][name]
+    checkpoint.write_training_state(tmp_path / "state.pt", state)
+    with pytest.raises(ValueError, match="has another weight_decay"):
+        train(tiny(weight_decay=0.1), tmp_path, resume=True, progress=False)
+    train(tiny(), tmp_path, resume=True, progress=False)
+
+
+def test_seeds_are_runs_of_their_own(tmp_path):
+    one, two = train_seeds(tiny(), tmp_path, [1, 2], progress=False)
+    assert not torch.equal(weights(one), weights(two))
+    assert torch.equal(weights(one), weights(train(tiny(seed=1), tmp_path / "other", progress=False)))
+    assert torch.equal(weights(looped.load_model(tmp_path / "seed_2" / "model")), weights(two))
+    with pytest.raises(ValueError, match="seeds of their own"):
+        train_seeds(tiny(), tmp_path, [1, 1])
+
+
+# Divergence
+
+
+def explode_from(monkeypatch, step, factor):
+    """From a step on, predictions are `factor` times too large; NaN for a factor of NaN."""
+
+    def errors(model, xs, ys, **how):
+        found, change = window_errors(model, xs, ys, **how)
+        return (found * factor if explode_from.step >= step else found), change
+
+    advance = Run.advance
+
+    def counted(self):
+        explode_from.step = self.step
+        return advance(self)
+
+    monkeypatch.setattr(Run, "advance", counted)
+    monkeypatch.setattr(trainer, "window_errors", errors)
+
+
+@pytest.mark.parametrize(("factor", "first", "match"), [(1e4, 6, "has exploded"), (math.nan, 6, "is not finite")])
+def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, monkeypatch, factor, first, match):
+    config = tiny(n_steps=100, save_every=1)
+    with monkeypatch.context() as patch:
+        explode_from(patch, first, factor)
+        step = first + EXPLODED_STEPS if factor == factor else first + 1
+        with pytest.raises(FloatingPointError, match=rf"{match} at step {step}\b.*last checkpoint: step {first}"):
+            train(config, tmp_path, progress=False)
+    state = checkpoint.load_training_state(tmp_path / "state.pt")
+    assert state["step"] == first, "no exploded state takes the place of a good one"
+    good = train(dataclasses.replace(config, n_steps=first), tmp_path / "good", progress=False)
+    assert torch.equal(torch.cat([t.flatten() for t in state["model"].values()]), weights(good))
+    note = json.loads((tmp_path / "diverged.json").read_text())
+    assert (note["step"], note["checkpoint"]) == (step, first)
+    with pytest.raises(FloatingPointError, match=match):
+        train(config, tmp_path, resume=True, progress=False)
+    assert not (tmp_path / "model").exists()
+
+
+def test_spikes_are_no_divergence(tmp_path, monkeypatch):
+    calls = []
+
+    def errors(model, xs, ys, **how):
+        found, change = window_errors(model, xs, ys, **how)
+        calls.append(1)
+        return (found * 1e4 if len(calls) % EXPLODED_STEPS else found), change  # all but one in a row
+
+    monkeypatch.setattr(trainer, "window_errors", errors)
+    train(tiny(n_steps=3 * EXPLODED_STEPS), tmp_path, progress=False)
+    assert (tmp_path / "model").exists()
+    assert not (tmp_path / "diverged.json").exists()
+
+
+# The script for a GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it trains for half an hour")
+def test_the_device_script_runs_without_a_gpu(tmp_path):
+    script = Path(__file__).parents[1] / "benches" / "train_device.sh"
+    environment = os.environ | {"PYTHON": sys.executable, "PROMPTS": "1", "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(script), str(tmp_path / "run"), "5", "--set", "save_every=2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 3 of 3 after" in done.stdout
+    assert (tmp_path / "run" / "evaluation" / "evaluation.json").exists()

@@ -1,0 +1,303 @@
+"""Real tables as prompts: the bundled ones, a folder in scikit-learn's cache layout, the filters, and how prompts are drawn."""
+
+import gzip
+import hashlib
+import io
+import json
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+
+import looped
+from looped.experiments import Lab, run_experiment
+from looped.experiments.tabular import run_without
+from looped.icl import tabular
+from looped.icl.tabular import (
+    CACHE,
+    Table,
+    TabularTask,
+    listed_ids,
+    load_tables,
+    queries,
+    read_openml,
+    why_left_out,
+    without_replacement,
+)
+from looped.icl.tasks import make_task
+from looped.train import preset
+from looped.train.trainer import Run
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_bundled_tables_are_binary_and_real():
+    tables = {table.name: table for table in load_tables()}
+    shapes = {name: table.X.shape for name, table in tables.items()}
+    assert shapes == {
+        "breast_cancer": (569, 30),
+        "wine": (178, 13),
+        "digits": (1797, 64),
+        "iris": (150, 4),
+        "diabetes": (442, 10),
+    }
+    ones = {name: int(table.y.sum()) for name, table in tables.items()}
+    assert ones == {"breast_cancer": 212, "wine": 71, "digits": 906, "iris": 50, "diabetes": 221}
+    assert tables["iris"].majority == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("n_dims", [10, 20])
+def test_rows_are_standardised_and_padded_on_the_left(n_dims):
+    for table in load_tables():
+        X, y = table.rows(n_dims)
+        n_kept = min(n_dims, int((table.X.std(axis=0) > 0).sum()))
+        assert X.shape == (len(table.y), n_dims)
+        assert (X[:, : n_dims - n_kept] == 0).all()
+        np.testing.assert_allclose(X[:, n_dims - n_kept :].mean(dim=0), 0, atol=1e-4)
+        np.testing.assert_allclose(X[:, n_dims - n_kept :].std(dim=0, correction=0), 1, rtol=1e-3)
+        assert torch.equal(y, torch.from_numpy(table.y).float())
+    plain = Table("two", np.array([[1.0, 5, 0], [3, 5, 2], [5, 5, 1]]), np.array([0, 1, 1])).rows(4)[0]
+    scale = np.sqrt(8 / 3)
+    np.testing.assert_allclose(plain[:, 2], np.array([-2, 0, 2]) / scale, rtol=1e-6)  # the constant column is gone
+    assert (plain[:, :2] == 0).all()
+
+
+def test_components_are_those_of_the_standardised_features():
+    table = load_tables()[0]
+    X = table.rows(5)[0].double().numpy()
+    Z = (table.X - table.X.mean(axis=0)) / table.X.std(axis=0)
+    U = np.linalg.svd(Z, full_matrices=False)[0][:, :5] * np.sqrt(len(Z))
+    np.testing.assert_allclose(np.abs((X * U).mean(axis=0)), 1, rtol=1e-4)
+
+
+def test_draws_without_replacement_are_even_in_every_order():
+    u = np.random.default_rng(0).random((60_000, 3))
+    drawn = without_replacement(u, 4)
+    assert all(len(set(row)) == 3 for row in drawn[:200].tolist())
+    codes = drawn @ np.array([16, 4, 1])
+    counts = np.bincount(codes, minlength=64)
+    assert (counts > 0).sum() == 24
+    np.testing.assert_allclose(counts[counts > 0] / 60_000, 1 / 24, rtol=0.07)
+    assert without_replacement(np.array([[0.0, 0.0, 0.0], [0.99, 0.99, 0.99]]), 3).tolist() == [[0, 1, 2], [2, 1, 0]]
+    with pytest.raises(ValueError, match="4 points needs a table of as many rows, and one has 3"):
+        without_replacement(np.zeros((1, 4)), 3)
+
+
+def test_prompts_are_rows_of_one_table_that_is_not_left_out():
+    task = make_task("tabular", 10, leave_out="digits")
+    assert [table.name for table in task.tables] == ["breast_cancer", "wine", "iris", "diabetes"]
+    pairs = task.sample(400, 6, generator=seeded())
+    places = []
+    for table in load_tables():
+        X, y = table.rows(10)
+        same = (pairs.xs[:, :, None] == X).all(dim=3)  # [B, n, N]
+        is_row = same.any(dim=2).all(dim=1)
+        places.append(is_row)
+        for b in is_row.nonzero()[:20, 0]:
+            rows = torch.tensor([int(same[b, i].nonzero()[0, 0]) for i in range(6)])
+            assert torch.equal(y[rows], pairs.ys[b])
+    counts = torch.stack(places).sum(dim=1).tolist()
+    assert counts[2] == 0
+    assert sum(counts) == 400
+    assert min(count for i, count in enumerate(counts) if i != 2) > 70
+    parts = [task.sample(size, 6, generator=g) for g in [seeded()] for size in (150, 250)]
+    assert torch.equal(torch.cat([part.xs for part in parts]), pairs.xs)
+
+
+def test_queries_are_rows_asked_once_among_others():
+    table = load_tables()[1]
+    X, y = table.rows(13)
+    batches = list(queries(table, 13, 5, n_queries=1000, seed=3, batch_size=50))
+    xs, ys = torch.cat([b.xs for b in batches]), torch.cat([b.ys for b in batches])
+    assert len(xs) == 178, "every row once"
+    rows = (xs[:, :, None] == X).all(dim=3).long().argmax(dim=2)
+    assert sorted(rows[:, -1].tolist()) == list(range(178))
+    assert all(len(set(row)) == 5 for row in rows.tolist()), "the row asked for is not among its examples"
+    assert torch.equal(ys, y[rows])
+    again = next(queries(table, 13, 5, n_queries=1000, seed=3, batch_size=50))
+    assert torch.equal(again.xs, batches[0].xs)
+    assert len(torch.cat([b.ys for b in queries(table, 13, 5, n_queries=7, seed=3, batch_size=5)])) == 7
+
+
+def test_wrong_uses_are_named(tmp_path):
+    with pytest.raises(ValueError, match="leave_out='iri' is none of the tables breast_cancer"):
+        TabularTask(10, leave_out="iri")
+    with pytest.raises(ValueError, match="tables have no curriculum"):
+        TabularTask(10).sample(2, 3, generator=seeded(), n_live=5)
+    with pytest.raises(ValueError, match="has no openml"):
+        load_tables(str(tmp_path))
+
+
+# OpenML
+
+
+def write_cached(folder, data_id, name, n_rows, n_features=6, classes=("N", "P"), share=0.5, nominal=False):
+    """A table as `fetch_openml` caches it."""
+    rng = np.random.default_rng(data_id)
+    X = rng.normal(size=(n_rows, n_features)).round(4)
+    labels = np.where(np.arange(n_rows) < share * n_rows, classes[0], classes[-1])
+    columns = [f"x{i}" for i in range(n_features)]
+    arff = [f"@relation {name}", *(f"@attribute {column} numeric" for column in columns)]
+    if nominal:
+        arff.append("@attribute colour {red,blue}")
+    arff += ["@attribute class {" + ",".join(classes) + "}", "@data"]
+    colour = ["red"] if nominal else []
+    arff += [",".join([*map(str, row), *colour, label]) for row, label in zip(X, labels, strict=True)]
+    content = "\n".join(arff).encode()
+
+    def feature(i, column, kind, target="false"):
+        told = dict(index=str(i), name=column, data_type=kind, is_target=target)
+        return told | dict(is_ignore="false", is_row_identifier="false", number_of_missing_values="0")
+
+    features = [feature(i, column, "numeric") for i, column in enumerate(columns)]
+    features += [feature(n_features, "colour", "nominal")] if nominal else []
+    features.append(feature(len(features), "class", "nominal", "true"))
+    description = dict(id=str(data_id), name=name, version="1", format="ARFF", status="active", description="by hand")
+    description |= dict(file_id=str(data_id), md5_checksum=hashlib.md5(content).hexdigest())
+    description["url"] = f"https://www.openml.org/data/v1/download/{data_id}/{name}.arff"
+    files = {
+        CACHE / str(data_id): {"data_set_description": description},
+        CACHE / "features" / str(data_id): {"data_features": {"feature": features}},
+        CACHE / "qualities" / str(data_id): {
+            "data_qualities": {"quality": [{"name": "NumberOfInstances", "value": str(float(n_rows))}]}
+        },
+    }
+    for path, value in files.items():
+        _gzip(folder / f"{path}.gz", json.dumps(value).encode())
+    _gzip(folder / f"openml/openml.org/data/v1/download/{data_id}/{name}.arff.gz", content)
+    return X, labels
+
+
+def _gzip(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setattr("sklearn.datasets._openml.urlopen", no_network)
+    load_tables.cache_clear()
+    return tmp_path
+
+
+def test_a_folder_of_scikit_learns_cache_is_read_without_a_network(cache):
+    X, labels = write_cached(cache, 7, "good", 1000, nominal=True)
+    write_cached(cache, 12, "wide", 1200, share=0.4)
+    write_cached(cache, 13, "small", 500)
+    write_cached(cache, 14, "lopsided", 1000, share=0.8)
+    write_cached(cache, 15, "fri_c0", 1000)
+    write_cached(cache, 16, "three", 1000, classes=("a", "b"), n_features=3)
+    write_cached(cache, 17, "good", 1000)
+    tables = load_tables(str(cache))
+    assert [table.name for table in tables] == ["good", "wide"]
+    np.testing.assert_allclose(tables[0].X, X)  # the nominal column is dropped
+    assert tables[0].y.tolist() == (labels == "P").astype(int).tolist()
+    pairs = make_task("tabular", 8, source=str(cache), leave_out="good").sample(3, 4, generator=seeded())
+    assert (pairs.xs[..., :2] == 0).all()
+    with pytest.raises(OSError, match="no network"), pytest.warns(RuntimeWarning, match="Invalid cache"):
+        read_openml(99, cache)
+
+
+def test_the_list_is_downloaded_once_and_its_tables_fetched(cache, monkeypatch):
+    write_cached(cache, 7, "good", 1000)
+    write_cached(cache, 12, "wide", 1200)
+    asked = []
+
+    def answer(url, timeout):
+        asked.append(url)
+        return io.BytesIO(json.dumps({"data": {"dataset": [entry(12), entry(7), entry(8, rows=999)]}}).encode())
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    monkeypatch.setattr("sklearn.datasets.get_data_home", lambda: str(cache))
+    assert [table.name for table in load_tables("openml")] == ["good", "wide"]
+    load_tables.cache_clear()
+    load_tables("openml")
+    assert len(asked) == 1
+    assert asked[0].startswith("https://www.openml.org/api/v1/json/data/list/status/active")
+
+
+def entry(did, name=None, **changes):
+    values = dict(numeric=6, features=7, rows=3000, minority=1400, majority=1600, missing=0) | changes
+    names = ("NumberOfNumericFeatures", "NumberOfFeatures", "NumberOfInstances", "MinorityClassSize", "MajorityClassSize")
+    quality = [dict(name=n, value=str(v)) for n, v in zip((*names, "NumberOfMissingValues"), values.values(), strict=True)]
+    return {"did": did, "name": name or f"table{did}", "quality": quality}
+
+
+def test_the_filters_of_the_list():
+    entries = [
+        entry(9),
+        entry(3),
+        entry(4, numeric=4),
+        entry(5, features=21),
+        entry(6, rows=10_001),
+        entry(7, minority=700, majority=1500),
+        entry(8, missing=1),
+        entry(10, name="fri_c2"),
+        {"did": 11, "name": "bare", "quality": []},
+    ]
+    assert listed_ids({"data": {"dataset": entries}}) == [3, 9]
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (Table("t", np.zeros((1000, 4)), np.arange(1000) % 2), "4 numeric features"),
+        (Table("t", np.zeros((999, 5)), np.arange(999) % 2), "999 rows"),
+        (Table("t", np.zeros((1000, 5)), np.arange(1000) % 3), "one of two classes"),
+        (Table("t", np.zeros((1000, 5)), np.full(1000, -1)), "one of two classes"),
+        (Table("t", np.zeros((1000, 5)), (np.arange(1000) % 4 == 0).astype(int)), "less than half"),
+        (Table("t", np.full((1000, 5), np.nan), np.arange(1000) % 2), "missing"),
+        (Table("known", np.zeros((1000, 5)), np.arange(1000) % 2), "its name"),
+        (Table("t", np.zeros((1000, 5)), np.arange(1000) % 2), None),
+    ],
+)
+def test_the_filters_of_a_table(table, reason):
+    found = why_left_out(table, ["known"])
+    assert (found is None) if reason is None else (reason in found)
+
+
+# Training and the experiment
+
+
+def test_tables_are_trained_on_as_classes(tmp_path):
+    config = run_without(Lab("tiny", tmp_path), load_tables()[3], unlooped=False)
+    assert config.task_options == {"source": "bundled", "leave_out": "iris"}
+    assert (config.model.readout, config.model.n_classes) == ("classes", 2)
+    run = Run.start(config)
+    losses = [run.advance()["loss"] for _ in range(3)]
+    assert all(0.3 < loss < 2 for loss in losses)
+    paper = preset("paper", "tabular")
+    assert (paper.batch_size, paper.n_steps, paper.dims.start, paper.points.end, paper.loops.end) == (40, 100_000, 20, 41, 30)
+    model = looped.LoopedTransformer(paper.model)
+    assert sum(p.numel() for p in model.parameters()) == 847_873 + 257  # one more logit
+
+
+def test_accuracy_of_a_model_that_copies_the_last_label(tmp_path, monkeypatch):
+    monkeypatch.setattr(tabular, "_bundled", lambda: _easy())
+    load_tables.cache_clear()
+    outcome = run_experiment("tabular", Lab("tiny", tmp_path, n_steps=12, progress=False))
+    load_tables.cache_clear()
+    rows = {row[0]: row for row in outcome.sheet.rows}
+    assert set(rows) == {"a", "b"}
+    assert rows["a"][-1] > 0.95, "ridge separates what is separable"
+    assert rows["a"][3] == 0.5
+    assert all(0 <= cell <= 1 for cell in rows["b"][4:])
+    assert [claim.holds for claim in outcome.claims] != [None]
+
+
+def _easy():
+    rng = np.random.default_rng(0)
+    tables = []
+    for name in "ab":
+        X = rng.normal(size=(200, 2))
+        y = np.arange(200) % 2
+        X[:, 0] = (2 * y - 1) * (3 + 0.1 * X[:, 0])
+        tables.append(Table(name, X, y))
+    return tuple(tables)
