@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from looped.backends import cpu
+from looped.decoding import Extension, Policy
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule
 from looped.model import LoopedTransformer
 from looped.weights import weights_of
@@ -26,28 +27,6 @@ RULES = ("Fixed", "Exact", "Absolute", "Relative", "Contraction", "Readout")
 TOKEN_RULES = ("EntropyDifference", "KLDivergence", "ArgmaxStable", "Gate")
 HOMES = dict.fromkeys(RULES, "looped.exits") | dict.fromkeys(TOKEN_RULES, "looped.lm.exits")
 RULES_OF_LOGITS = ("Readout", "EntropyDifference", "KLDivergence", "ArgmaxStable")
-
-
-class Policy(Protocol):
-    """Which loops keep keys and values: per_loop, last_only, modulo (of a period) or first_then_shared."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def period(self) -> int: ...
-
-
-class Extension(NamedTuple):
-    """What `CpuSession.extend` gives for N new tokens, packed like its input.
-
-    hidden: [N, C], after the coda and the final norm: what the head reads.
-    n_loops: int64 [N], loops run by each token.
-    states: Y_0 .. Y_n, each [N, C], when asked for; entries after a token's exit repeat its last state.
-    """
-
-    hidden: Tensor
-    n_loops: Tensor
-    states: list[Tensor] | None = None
 
 
 def why_not(model: LoopedTransformer) -> str | None:

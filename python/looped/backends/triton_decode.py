@@ -11,13 +11,14 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from looped.backends import triton
 from looped.backends.device import is_interpreted, kernels
+from looped.decoding import Extension, Policy
 from looped.exits import ROUNDING_LEVEL, Absolute, Contraction, Exact, ExitRule, Fixed, Relative
 from looped.model import LoopedTransformer
 from looped.weights import first_weight, weights_of
@@ -27,25 +28,6 @@ GROWTH = 64  # tokens that room is made for at least
 
 _decoders: weakref.WeakKeyDictionary[LoopedTransformer, tuple[Any, dict[Any, Any]]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-
-
-class Policy(Protocol):
-    """Which loops of a token keep keys and values of their own: a name without its argument, and N of modulo(N)."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def period(self) -> int: ...
-
-
-class Extension(NamedTuple):
-    """hidden [N, C], what the head reads; n_loops int64 [N], loops run by each token; states Y_0 .. Y_n, each [N, C], when
-    asked for: entries after a token's exit repeat its last state."""
-
-    hidden: Tensor
-    n_loops: Tensor
-    states: list[Tensor] | None = None
 
 
 def _kernels() -> Any:

@@ -6,12 +6,13 @@ Importing this package registers the model with `AutoConfig` and `AutoModelForCa
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import looped.lm.eager  # noqa: F401  enters its session
+from looped.decoding import Extension
 from looped.lm.cache import LoopedCache
 from looped.lm.config import LoopedGPT2Config
 from looped.lm.exits import TOKEN_RULES, ArgmaxStable, EntropyDifference, Gate, KLDivergence, TokenRule
 from looped.lm.model import LoopedGPT2, LoopedOutput
 from looped.lm.policy import CachePolicy
-from looped.lm.session import DecodeSession, Extension
+from looped.lm.session import DecodeSession
 from looped.lm.speculative import SpeculativeOutput
 
 AutoConfig.register(LoopedGPT2Config.model_type, LoopedGPT2Config, exist_ok=True)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from looped.exits import ExitRule
 from looped.lm.cache import LoopedCache
-from looped.lm.session import DecodeSession
+from looped.lm.session import DecodeSession, head_of
 
 DRAFT_TOKENS = 4
 SCHEDULES = ("constant", "heuristic_transient")
@@ -94,7 +94,7 @@ class Drafter:
                 embeds = self.model.transformer.embedding(ids[0, -1:].to(self.model.device))
                 places = self.places.of(n_columns + i, 1)
                 hidden = provisional.add(embeds, n_loops=self.drafting.n_loops, rule=self.rule, positions=places)
-                logits = self.model.transformer.head(hidden).to(ids.device, torch.float32)
+                logits = head_of(self.session, self.model.transformer)(hidden).to(ids.device, torch.float32)
                 scores = text.processors(ids, logits)
                 token = text.pick(scores)
                 yield token, scores

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from looped.decoding import Extension
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule, Step, Watch
 from looped.lm.exits import reads_logits
 from looped.lm.policy import CachePolicy
 from looped.lm.rows import Chunk
 from looped.lm.run import Draft, Run
-from looped.lm.session import SESSIONS, Extension
+from looped.lm.session import SESSIONS
 from looped.lm.slots import Slots
 from looped.model import Block, LoopedTransformer
 

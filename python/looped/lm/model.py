@@ -21,9 +21,10 @@ from looped.lm.columns import Columns
 from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
 from looped.lm.drafter import draft_fields
 from looped.lm.exits import Exit, token_rule
+from looped.lm.fused import threads_for
 from looped.lm.policy import CachePolicy
 from looped.lm.pretrained import language_config, read_gpt2, same_dtype
-from looped.lm.session import make_session
+from looped.lm.session import head_of, make_session
 from looped.lm.speculative import check_drafting, speculate
 from looped.model import Block, LoopedTransformer, loop_count
 
@@ -207,9 +208,10 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
 
         hidden = columns.unpacked(extension.hidden)
         if isinstance(logits_to_keep, int):
-            logits = self.transformer.head(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+            read = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
         else:
-            logits = self.transformer.head(hidden[:, logits_to_keep])
+            read = hidden[:, logits_to_keep]
+        logits = head_of(cache.session, self.transformer)(read)
         states = None
         if extension.states is not None:
             states = (*(columns.unpacked(state) for state in extension.states), hidden)
@@ -267,16 +269,15 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         schedule and no confidence threshold unless the call gives others. Raises ValueError, before anything is computed, for
         several rows, beams, ``use_cache=False``, warm_start and cache policies other than per_loop.
         """
-        if draft_loops is None:
-            if draft_tokens is not None:
-                raise ValueError(f"generate: draft_tokens={draft_tokens} says nothing without draft_loops; give both")
-            return super().generate(inputs, generation_config, *args, **kwargs)
-        fields = draft_fields(draft_loops, draft_tokens)
-        if generation_config is not None:
+        if draft_loops is None and draft_tokens is not None:
+            raise ValueError(f"generate: draft_tokens={draft_tokens} says nothing without draft_loops; give both")
+        fields = {} if draft_loops is None else draft_fields(draft_loops, draft_tokens)
+        if fields and generation_config is not None:
             generation_config = copy.deepcopy(generation_config)
             generation_config.update(**fields)
             fields = {}
-        return super().generate(inputs, generation_config, *args, **(fields | kwargs))
+        with threads_for(kwargs.get("backend"), kwargs.get(CACHE_NAME)):
+            return super().generate(inputs, generation_config, *args, **(fields | kwargs))
 
     def _assisted_decoding(
         self,

@@ -16,33 +16,24 @@ The semantics of an exit, normative for every engine
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from looped.decoding import Extension, Policy
 from looped.exits import ExitRule
 from looped.lm.policy import CachePolicy
 from looped.model import LoopedTransformer
-
-
-class Extension(NamedTuple):
-    """What `DecodeSession.extend` gives for N new tokens, packed like its input.
-
-    hidden: [N, C], after the coda and the final norm: what the head reads.
-    n_loops: int64 [N], loops run by each token (u_i).
-    states: Y_0 .. Y_n, each [N, C], when asked for; entries after a token's exit repeat its last state.
-    """
-
-    hidden: Tensor
-    n_loops: Tensor
-    states: list[Tensor] | None = None
 
 
 class DecodeSession(Protocol):
     """Rows of tokens and what is kept of them. Lengths are numbers of the host, so that no call waits for a device."""
 
     backend: str
-    policy: CachePolicy
+
+    @property
+    def policy(self) -> Policy:
+        """Which loops keep keys and values of their own."""
 
     @property
     def lengths(self) -> list[int]:
@@ -99,6 +90,12 @@ class DraftingSession(DecodeSession, Protocol):
         same result: with the policy per_loop, a token's first loops are the same whether or not more follow, and where its rule
         passes within them, it is done. Raises ValueError for several rows and for another policy.
         """
+
+
+def head_of(session: DecodeSession, model: LoopedTransformer) -> Callable[[Tensor], Tensor]:
+    """Logits [..., V] of hidden states [..., C]: the session's own `head`, with packed weights, where it has one."""
+    head: Callable[[Tensor], Tensor] = getattr(session, "head", model.head)
+    return head
 
 
 # What a backend offers: a session for (model, policy, gate); gate is the exit gate, a Linear from C to 1, or None.
