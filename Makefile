@@ -16,7 +16,7 @@ demo: $(VENV)/.runtime            ## evaluate the bundled model against the base
 test: $(VENV)/.dev                ## run the tests
 	$(BIN)/python -m pytest
 
-slow: $(VENV)/.dev                ## the tests that build the whole engine
+slow: $(VENV)/.dev                ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
 bench: $(VENV)/.bench             ## our time beside the peers', what exits save, and the engine's functions; on a quiet machine
