@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from looped.backends.module import load_engine
 from looped.exits import ROUNDING_LEVEL, RULES
 from looped.loop import LoopSpec, LoopState, Status
 from looped.model import LoopedTransformer, own_tokens
 
-try:
-    _engine: Any = importlib.import_module("looped._engine")
-except ImportError:  # built without a C++ compiler
-    _engine = None
+_engine: Any = load_engine()[0]
 
 DTYPES = (torch.float32, torch.bfloat16)
 
