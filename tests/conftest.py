@@ -1,5 +1,6 @@
 import importlib
 import os
+import signal
 
 import pytest
 import torch
@@ -14,3 +15,11 @@ collect_ignore = ["interpreter"]  # tests/test_kernels_interpreter.py runs it in
 def _seed_and_threads():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_are_heeded():
+    """A shell may have them ignored for background jobs; tests of Ctrl-C would then run for ever."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
