@@ -360,6 +360,69 @@ def test_a_call_that_failed_leaves_its_cache_as_it_was():
     assert (model(prompts(2, 2, seed=1), cache=cache).logits - expected).abs().max() <= FP32
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("n_before", [0, 4])
+def test_an_interrupt_after_the_work_of_a_call_leaves_its_cache_as_it_was(backend, n_before, monkeypatch):
+    model, ids = looped_lm(n_loops=3), prompts(2, 5)
+    cache = model.make_cache(backend=backend)
+    if n_before:
+        model(ids[:, :n_before], cache=cache)
+    extend = cache.session.extend
+
+    def extend_and_fail(*args, **how):
+        extend(*args, **how)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.session, "extend", extend_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(prompts(2, 3, seed=7), cache=cache)
+    assert cache.get_seq_length() == n_before
+    assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_done", [0, 1, 3])
+def test_a_first_call_that_failed_leaves_an_empty_cache(n_done):
+    model, calls = looped_lm(n_core=2, n_loops=4), []
+    cache = model.make_cache()
+
+    def fail(module, inputs, output):
+        calls.append(module)
+        if len(calls) > n_done:
+            raise RuntimeError("out of memory")
+
+    hook = model.transformer.core[0].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(prompts(2, 7), cache=cache)
+    hook.remove()
+    ids = prompts(3, 5)
+    assert (model(ids, n_loops=7, cache=cache).logits - model(ids, n_loops=7).logits).abs().max() <= FP32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_rows_that_a_cache_does_not_have_are_named(backend):
+    model = looped_lm()
+    cache = model.make_cache(backend=backend)
+    model(prompts(2, 5), cache=cache)
+    for indices, message in (
+        (torch.tensor([2]), "no row 2 among 2"),
+        (torch.tensor([-1]), "no row -1 among 2"),
+        (torch.ones(3, dtype=torch.bool), r"must be \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.batch_select_indices(indices)
+    model(prompts(2, 1), cache=cache)
+    cache.crop(-6)
+    with pytest.raises(ValueError, match="3 rows, but the cache holds 2"):
+        model(prompts(3, 1), cache=cache)
+    cache.batch_repeat_interleave(2)
+    ids = prompts(4, 3)
+    assert (model(ids, cache=cache).logits - model(ids).logits).abs().max() <= FP32
+
+
 def test_a_cache_begun_in_inference_mode_goes_on_outside():
     model, ids = looped_lm(), prompts(2, 5)
     with torch.inference_mode():

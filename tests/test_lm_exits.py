@@ -305,6 +305,21 @@ def test_warm_start_begins_where_the_last_token_ended():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_after_crop_a_row_starts_cold_until_it_has_a_token_of_its_own(backend):
+    model, ids = contracting_lm(), prompts(2, 6)
+    cache = model.make_cache(backend=backend)
+    model(ids, cache=cache)
+    cache.crop(-1)
+    only_first = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+    last = model(ids[:, 5:], attention_mask=only_first, cache=cache, output_hidden_states=True).hidden_states[-2]
+    both = torch.cat([only_first, torch.ones(2, 1, dtype=torch.int64)], 1)
+    first = model(ids[:, :1], attention_mask=both, cache=cache, warm_start=True, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(first[0], last[0])
+    assert (first[1] == 0).all()
+
+
+@torch.no_grad()
 def test_hidden_states_hold_still_after_an_exit(models):
     model, ids = models["icl"], prompts(2, 9)
     result = model(ids, exit=spec("relative"), output_hidden_states=True)
@@ -317,3 +332,17 @@ def test_hidden_states_hold_still_after_an_exit(models):
             assert not torch.equal(of[int(used[row, token]) - 1], of[-1])
     full = models["icl"](ids, output_hidden_states=True)
     assert torch.equal(full.hidden_states[-1], torch.stack(full.hidden_states)[-2])  # loop_norm="each": the state itself
+
+
+@pytest.mark.parametrize(
+    ("exit", "message"),
+    [
+        ({"rule": "argmax", "patience": 10**30}, "patience"),
+        ({"rule": "kl", "tol": 10**400}, "tol is more than a float holds"),
+        ({"rule": "gate", "threshold": 10**400}, "threshold is more than a float holds"),
+        ({"rule": ["kl"]}, "is not a rule"),
+    ],
+)
+def test_numbers_that_no_engine_holds_are_refused(exit, message):
+    with pytest.raises(ValueError, match=message):
+        token_rule(exit)

@@ -1,5 +1,7 @@
 """`LoopedGPT2` on the C++ engine: the eager tokens, whatever `generate` is asked for, and the same bits in any batch."""
 
+import math
+
 import pytest
 import torch
 from language_models import contracting_lm, looped_lm, pair
@@ -119,3 +121,10 @@ def test_what_a_backend_cannot_do_is_said():
         model.generate(IDS, max_new_tokens=2, backend="gpu", pad_token_id=0)
     with pytest.raises(ValueError, match="float32 or float64"):
         model.to(torch.bfloat16).generate(IDS, max_new_tokens=2, backend="cpu", pad_token_id=0)
+
+
+@torch.no_grad()
+def test_loops_that_no_token_runs_take_no_time():
+    model, ids = looped_lm(), IDS[:1]
+    n_loops = model(ids, n_loops=2**62 - 1, exit={"rule": "relative", "tol": math.inf}, backend="cpu").n_loops
+    assert (n_loops == 1).all()

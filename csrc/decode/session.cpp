@@ -224,6 +224,7 @@ void Session<T>::compute(Run& run) {
     run.moving_tokens = run.tokens;
     std::ranges::fill(run.extension.n_loops, 0);
     for (size_t t = 1; t <= size_t(run.spec.n_loops); ++t) {
+        if (run.moving.empty() && run.extension.states.empty()) break;
         if (!run.moving.empty() && !loop(run, t)) return;
         keep_states(t);
     }

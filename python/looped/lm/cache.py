@@ -39,9 +39,18 @@ class LoopedCache(Cache):
 
     def append(self, own: Tensor, n_loops: Tensor) -> None:
         """Count new columns in: bool and int64 [B, T]. The session has been extended by the own ones."""
-        before = self.own.shape[1]
-        self.own = torch.cat([self.own, own], dim=1) if before else own
-        self.n_loops = torch.cat([self.n_loops, n_loops], dim=1) if before else n_loops
+        if self.own.shape[1]:
+            own, n_loops = torch.cat([self.own, own], dim=1), torch.cat([self.n_loops, n_loops], dim=1)
+        self.own, self.n_loops = own, n_loops
+
+    def settle(self) -> None:
+        """Have the session forget tokens without a column: Ctrl-C came after they were computed and before `append`."""
+        if self.batch_size == 0:
+            self.session.reset()
+            return
+        surplus = [length - n for length, n in zip(self.session.lengths, self.own.sum(1).tolist(), strict=True)]
+        if any(surplus):
+            self.session.crop(surplus)
 
     # What generate asks -----------------------------------------------------------------------------------------------
 
@@ -93,7 +102,7 @@ class LoopedCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
-        if self.get_seq_length():
+        if self.batch_size:
             self.session.select(beam_idx)
             rows = beam_idx.to(self.own.device)
             self.own, self.n_loops = self.own[rows], self.n_loops[rows]
@@ -104,6 +113,8 @@ class LoopedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows: their numbers, or a bool mask [B]."""
+        if indices.dtype == torch.bool and indices.shape != (self.batch_size,):
+            raise ValueError(f"LoopedCache: a mask of rows must be [{self.batch_size}], got {list(indices.shape)}")
         self.reorder_cache(indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices)
 
     def crop(self, tokens_to_remove: int) -> None:

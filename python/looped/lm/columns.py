@@ -26,9 +26,10 @@ class Columns:
             raise ValueError(f"LoopedGPT2: got inputs {list(inputs.shape)}; at least one row of one token is needed")
         n_rows, n_new = inputs.shape[:2]
         n_past = cache.get_seq_length()
-        if n_past and cache.batch_size != n_rows:
+        starts = cache.session.lengths
+        if (n_past or starts) and not cache.batch_size == len(starts) == n_rows:
             raise ValueError(f"LoopedGPT2: got {n_rows} rows, but the cache holds {cache.batch_size}")
-        starts = cache.session.lengths or [0] * n_rows
+        starts = starts or [0] * n_rows
         if mask is None:
             return cls(torch.ones(n_rows, n_new, dtype=torch.bool, device=inputs.device), [n_new] * n_rows, starts)
         if mask.shape != (n_rows, n_past + n_new):

@@ -33,6 +33,7 @@ class EagerSession:
     def reset(self) -> None:
         self.slots = Slots(self.policy)
         self.last_state: Tensor | None = None  # [B, C], the state at which each row's last token left, for warm starts
+        self._has_last: list[bool] = []  # which rows have one
         self._lengths: list[int] = []
         self._checks: int | None = None  # the check_every under which all cached tokens have keys and values of checks
         self._has_unlooped = False
@@ -129,6 +130,8 @@ class EagerSession:
     ) -> Run:
         """The new tokens before their first loop."""
         model, config = self.model, self.model.config
+        if not any(chunk.starts):
+            self.slots = Slots(self.policy)  # of a first call that failed, or of rows that were cropped to nothing
         self._open_step(n_loops)
         if positions is None and config.pos_kind == "learned":
             positions = chunk.place
@@ -179,8 +182,8 @@ class EagerSession:
         Y = self.model.initial_state(P)
         if not warm_start or self.last_state is None or not any(chunk.starts):
             return Y
-        has_past = torch.tensor([start > 0 for start in chunk.starts], device=P.device)[chunk.row]
-        return torch.where(has_past[:, None], self.last_state[chunk.row].to(Y.dtype), Y)
+        has_last = torch.tensor(self._has_last, device=P.device)[chunk.row]
+        return torch.where(has_last[:, None], self.last_state[chunk.row].to(Y.dtype), Y)
 
     def _loop(self, t: int, run: Run) -> Tensor:
         """F = M(Y) of the tokens that move."""
@@ -255,6 +258,8 @@ class EagerSession:
             is_new = torch.tensor([count > 0 for count in chunk.counts], device=final.device)[:, None]
             state = final.detach()[last]
             self.last_state = state if self.last_state is None else torch.where(is_new, state, self.last_state)
+            had = self._has_last or [False] * chunk.n_rows
+            self._has_last = [had_one or count > 0 for had_one, count in zip(had, chunk.counts, strict=True)]
         self._lengths = [start + count for start, count in zip(chunk.starts, chunk.counts, strict=True)]
 
     # Rows -------------------------------------------------------------------------------------------------------------
@@ -265,19 +270,24 @@ class EagerSession:
         device = next(self.model.parameters()).device
         self.slots.clear(Chunk(lengths, n_tokens, device))
         self._lengths = lengths
-        self.last_state = None
+        self.last_state, self._has_last = None, []
 
     def select(self, rows: Tensor) -> None:
+        numbers, n_rows = rows.tolist(), len(self._lengths)
+        if missing := [row for row in numbers if not 0 <= row < n_rows]:
+            raise ValueError(f"select: there is no row {missing[0]} among {n_rows}")
         self._drop_drafts()
-        self._lengths = [self._lengths[row] for row in rows.tolist()]
+        self._lengths = [self._lengths[row] for row in numbers]
         self.slots.select(rows)
         if self.last_state is not None:
+            self._has_last = [self._has_last[row] for row in numbers]
             self.last_state = self.last_state.index_select(0, rows.to(self.last_state.device))
 
     def copy(self) -> EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)
         session.slots = self.slots.copy()
         session.last_state = None if self.last_state is None else self.last_state.clone()
+        session._has_last = list(self._has_last)
         session._lengths, session._checks, session._has_unlooped = list(self._lengths), self._checks, self._has_unlooped
         return session
 

@@ -31,12 +31,16 @@ class TokenRule(ExitRule):
         if self.scope != "token":
             raise ValueError(f"{type(self).__name__}: judges tokens, so scope must be 'token', got {self.scope!r}")
 
-    def check_number(self, name: str, least: float, kind: type | tuple[type, ...] = (int, float)) -> None:
-        """Raises ValueError for a field that is no number of at least `least`."""
+    def check_number(self, name: str) -> None:
+        """Raises ValueError for a field that is no number of at least 0 that a float holds."""
         value: Any = getattr(self, name)
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not (is_number and value >= least):
-            raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a number of at least {least}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and value >= 0):
+            raise ValueError(f"{type(self).__name__}: {name}={value!r} must be a number of at least 0")
+        try:
+            object.__setattr__(self, name, float(value))
+        except OverflowError:
+            raise ValueError(f"{type(self).__name__}: {name} is more than a float holds; use math.inf") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class DistributionRule(TokenRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_number("tol", 0)
+        self.check_number("tol")
 
     @property
     def is_fixed(self) -> bool:
@@ -90,7 +94,7 @@ class ArgmaxStable(TokenRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_number("patience", 1, int)
+        self._check_counter("patience", 1)
 
     def start(self, g: Tensor) -> Memory:
         return {"token": torch.full_like(g, -1, dtype=torch.int64), "same": torch.zeros_like(g, dtype=torch.int64)}
@@ -115,7 +119,7 @@ class Gate(TokenRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_number("threshold", 0)
+        self.check_number("threshold")
 
     def start(self, g: Tensor) -> Memory:
         return {"stay": torch.ones_like(g)}
@@ -151,7 +155,7 @@ def token_rule(rule: Exit) -> ExitRule:
     if isinstance(rule, Mapping):
         fields = dict(rule)
         name = fields.pop("rule", None)
-        if name not in TOKEN_RULES:
+        if not isinstance(name, str) or name not in TOKEN_RULES:
             nearest = difflib.get_close_matches(str(name), TOKEN_RULES, n=1, cutoff=0.0)[0]
             raise ValueError(f"exit={name!r} is not a rule; did you mean {nearest!r}? (of {', '.join(TOKEN_RULES)})")
         known = [field.name for field in dataclasses.fields(TOKEN_RULES[name])]

@@ -202,9 +202,14 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
             self._check_ids(embeds, columns)
             embeds = self.transformer.embedding(embeds)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        extension = cache.session.extend(embeds, columns.counts, positions=positions, return_states=bool(asked), **vars(plan))
-        n_used = columns.unpacked(extension.n_loops)
-        cache.append(columns.own, n_used)
+        how = dict(positions=positions, return_states=bool(asked), **vars(plan))
+        try:
+            extension = cache.session.extend(embeds, columns.counts, **how)
+            n_used = columns.unpacked(extension.n_loops)
+            cache.append(columns.own, n_used)
+        except KeyboardInterrupt:
+            cache.settle()
+            raise
 
         hidden = columns.unpacked(extension.hidden)
         if isinstance(logits_to_keep, int):
