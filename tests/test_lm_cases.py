@@ -206,3 +206,15 @@ def test_calls_from_several_threads_keep_to_themselves():
     model.train()
     model.generate(rows[0], max_new_tokens=2, **QUIET)
     assert model.training
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_a_cache_of_another_model_is_refused(backend):
+    one, other = looped_lm(seed=1), looped_lm(seed=2)
+    ids = torch.tensor([[3, 1, 4]])
+    cache = one.make_cache(backend=backend)
+    one(ids, cache=cache)
+    with pytest.raises(ValueError, match="another model"):
+        other(ids, cache=cache)
+    one(ids, cache=cache)

@@ -187,7 +187,7 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("LoopedGPT2: needs input_ids or inputs_embeds, and not both")
         plan = self._plan(n_loops, exit, warm_start)
-        cache = _the_cache(cache, past_key_values, backend)
+        cache = self._the_cache(cache, past_key_values, backend)
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         if cache is None:  # what is not read again needs one slot a layer to be exact
@@ -229,6 +229,26 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         """An empty cache. policy: a name of `looped.lm.policy`, default `config.cache_policy`. backend: default ``"eager"``."""
         chosen = CachePolicy.parse(policy or self.config.cache_policy)
         return LoopedCache(make_session(backend or "eager", self.transformer, chosen, self.exit_gate))
+
+    def _the_cache(
+        self, cache: LoopedCache | None, past_key_values: LoopedCache | None, backend: str | None
+    ) -> LoopedCache | None:
+        if cache is not None and past_key_values is not None:
+            raise ValueError("LoopedGPT2: cache and past_key_values are two names of one argument; pass one")
+        found = past_key_values if cache is None else cache
+        if found is None:
+            return None
+        if not isinstance(found, LoopedCache):
+            raise TypeError(
+                f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()"
+            )
+        if backend not in (None, found.session.backend):
+            raise ValueError(f"LoopedGPT2: backend={backend!r}, but the cache was made for {found.session.backend!r}")
+        if found.session.model is not self.transformer:
+            raise ValueError(
+                "LoopedGPT2: the cache holds the tokens of another model; make one with make_cache() of this model"
+            )
+        return found
 
     def _plan(self, n_loops: int | None, exit: Exit, warm_start: bool | None) -> Plan:
         """How this call loops. Raises ValueError or TypeError for what no call can do."""
@@ -353,21 +373,6 @@ class Plan:
     n_loops: int
     rule: ExitRule
     warm_start: bool
-
-
-def _the_cache(cache: LoopedCache | None, past_key_values: LoopedCache | None, backend: str | None) -> LoopedCache | None:
-    if cache is not None and past_key_values is not None:
-        raise ValueError("LoopedGPT2: cache and past_key_values are two names of one argument; pass one")
-    found = past_key_values if cache is None else cache
-    if found is None:
-        return None
-    if not isinstance(found, LoopedCache):
-        raise TypeError(
-            f"LoopedGPT2: the cache is a {type(found).__name__} but must be a LoopedCache; make one with make_cache()"
-        )
-    if backend not in (None, found.session.backend):
-        raise ValueError(f"LoopedGPT2: backend={backend!r}, but the cache was made for {found.session.backend!r}")
-    return found
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class DecodeSession(Protocol):
     """Rows of tokens and what is kept of them. Lengths are numbers of the host, so that no call waits for a device."""
 
     backend: str
+    model: LoopedTransformer
 
     @property
     def policy(self) -> Policy:
