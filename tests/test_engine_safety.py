@@ -66,6 +66,15 @@ def assert_same(a, b, backend):
 # Numbers ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_feature_without_weights_is_read_too(bad):
+    model, x = icl_model(), prompts(2)
+    with torch.no_grad():
+        model.read_in.weight[:, 1:] = 0
+    x[0, 3, 2] = bad
+    assert looped.solve(model, x, n_loops=3).status.tolist() == [Status.NONFINITE, Status.MAX_LOOPS]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("scope", ["prompt", "prefix"])

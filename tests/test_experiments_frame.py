@@ -326,3 +326,9 @@ def test_train_takes_seeds_and_the_unlooped_twin(tmp_path):
     folders = json.loads(result.stdout)
     assert [looped.load_model(folder).config.n_core for folder in folders] == [2, 2]
     assert looped.load_model(folders[0]).config == preset("tiny", unlooped=True).model
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_does_not_work_is_refused(tmp_path, device):
+    with pytest.raises(ValueError, match=f"device='{device}' does not work here"):
+        quick(tmp_path, device=device)

@@ -69,6 +69,30 @@ def test_options_of_the_other_machine_are_refused():
     assert "--picture is of one SUBLEQ program" in looped("machine", example("inverse.fleq"), "--picture", "x.png", code=2)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--formula", "a + 1", "--set", "a=1,2"), "'a' takes one number, got [1, 2]"),
+        (("--formula", "a + 1", "--set", "a=1", "--set", "b=2"), "the formula has no 'b'"),
+        (("--formula", "a**1e999", "--set", "a=1"), "powers are whole numbers of 1 .. 64"),
+        (("--formula", "2", "--wrap"), "--wrap is of SUBLEQ programs"),
+        ((example("inverse.fleq"), "--wrap"), "--wrap is of SUBLEQ programs"),
+        ((example("inverse.fleq"), "--kappa", "0"), "kappa=0 must be a number above 0"),
+        ((example("inverse.fleq"), "--kappa", "nan"), "kappa=nan must be a number above 0"),
+        ((example("inverse.fleq"), "--kappa", "inf"), "kappa=inf must be a number above 0"),
+        ((example("inverse.fleq"), "--kappa", "1e300"), "kappa=1e+300 rounds products to"),
+        ((example("sort.subleq"), "--set", "list=1.5,2"), "list takes whole numbers, got 1.5"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(arguments, message):
+    assert message in looped("run", *arguments, code=2)
+
+
+def test_a_program_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "b.subleq").write_bytes(b"\xff\xfe")
+    assert "b.subleq: a program is UTF-8 text; byte 0 is not" in looped("run", tmp_path / "b.subleq", code=2)
+
+
 def test_exit_codes():
     assert "loop limit after 5 steps" in looped("run", example("fibonacci.subleq"), "--max-loops", "5", code=3)
     assert "there is no cell named 'nn'" in looped("run", example("fibonacci.subleq"), "--set", "nn=1", code=2)

@@ -82,9 +82,15 @@ def test_values_that_do_not_fit_are_refused():
         ({"y": 1}, "p: there is no cell named 'y'"),
         ({"x": 300}, r"p: x=300 does not fit words of 8 bits"),
         ({"x": [1, 2]}, "p: x has 1 cells, got 2 words"),
+        ({"x": 1.5}, r"p: x takes whole numbers, got 1\.5"),
+        ({"list": [1, 1.5]}, r"p: list takes whole numbers, got 1\.5"),
+        ({"x": None}, "p: x takes whole numbers, got None"),
+        ({"x": [[1]]}, r"p: x takes whole numbers, got \[1\]"),
+        ({"x": True}, "p: x takes whole numbers, got True"),
     ]:
         with pytest.raises(ValueError, match=message):
             program.with_values(values)
+    assert program.with_values({"x": np.int64(5), "list": np.array([1, 2])}).memory[:3] == (5, 1, 2)
 
 
 def test_an_end_that_nothing_leads_to_is_noted():

@@ -118,6 +118,9 @@ Model<T>::Model(const Shape& shape, const WeightSource<T>& source) : shape(shape
                            .gain = {},
                            .shift = {}},
                           kernels->panel);
+        // Of a prompt every number is read, because nothing else would tell that it is not finite.
+        read_in.used = {};
+        read_in.used_ends = {};
     }
     if (shape.input_kind == InputKind::tokens) embedding = copy(source("embedding.weight", shape.vocab_size, C));
     if (shape.has_positions) positions = copy(source("positions.weight", shape.n_positions, C));

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
@@ -57,6 +59,12 @@ class Lab:
             raise ValueError(f"Lab: preset={self.preset!r} is not one of {', '.join(N_PROMPTS)}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"Lab: seeds={list(self.seeds)} must be one or more, each once")
+        try:
+            torch.zeros(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"Lab: device={self.device!r} does not work here ({str(error).splitlines()[0]}); use cpu"
+            ) from None
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
 
     def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:

@@ -46,6 +46,12 @@ class MatrixProduct:
     kappa: float
     sink: float
 
+    def __post_init__(self) -> None:
+        if not 0 < self.kappa < math.inf:
+            raise ValueError(
+                f"MatrixProduct: kappa={self.kappa:g} must be a number above 0, at least twice the largest product"
+            )
+
     @property
     def n_heads(self) -> int:
         return {"single": 1, "pair": 2, "richardson": 4}[self.form]

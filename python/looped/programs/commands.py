@@ -71,8 +71,14 @@ def _load(
         values[name] = _value_of(value, name)
     if (formula is None) == (not files):
         raise click.UsageError("give program files, or --formula")
+    if wrap and (formula is not None or any(file.suffix == ".fleq" for file in files)):
+        raise click.UsageError("--wrap is of SUBLEQ programs, whose words have a width")
     if formula is not None:
-        return [compile_formula(formula, values)]
+        compiled = compile_formula(formula, values)
+        for name in values:
+            if name not in compiled.names:
+                raise click.UsageError(f"--set {name}: the formula has no {name!r}")
+        return [compiled]
     programs: list[Any] = []
     for file in files:
         program: Any = read_program(file, wrap=wrap)
@@ -101,10 +107,10 @@ def _machine(programs: list[Any], options: Options) -> Any:
     if kind == "fleq":
         used = {command.function for program in programs for command in program.commands if program.kind == "fleq"}
         standard = default_product(dtype, options["product"] or "pair")
-        terms = options["terms"] or 32
+        kappa, terms = options["kappa"], options["terms"] or 32
         blocks = Blocks(
             tuple(name for name in FUNCTION_NAMES if name in used),
-            product=MatrixProduct(standard.form, options["kappa"] or standard.kappa, standard.sink),
+            product=MatrixProduct(standard.form, standard.kappa if kappa is None else kappa, standard.sink),
             inv=SigmoidSum("inv", terms, 0.2, 20.0),
             sqrt=SigmoidSum("sqrt", terms, 0.02, 40.0),
         )

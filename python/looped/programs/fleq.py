@@ -105,6 +105,10 @@ class FleqMachine:
         self.width, self.address_bits, self.lam_asked, self.dtype = width, address_bits, lam, dtype
         self.blocks = blocks
         self.product = blocks.product or default_product(dtype)
+        if (noise := self.product.error(0.0, torch.finfo(dtype).eps)) >= 1:
+            raise ValueError(
+                f"FleqMachine: kappa={self.product.kappa:g} rounds products to +-{noise:.2g} in {dtype}; take less"
+            )
         self.layout = self._layout()
         self.layers = self._build()
         self.model: LoopedTransformer = transformer(self.layers, self.layout.width, dtype=dtype, n_loops=10_000)

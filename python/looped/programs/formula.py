@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -37,7 +38,9 @@ class _Compiler:
 
     def compile(self, formula: str) -> str:
         try:
-            tree = ast.parse(formula.strip(), mode="eval")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                tree = ast.parse(formula.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = getattr(error, "offset", None) or 1
             raise ProgramError(Place(self.name, 1, column), f"{formula.strip()!r} is no formula") from None
@@ -76,7 +79,10 @@ class _Compiler:
         if isinstance(node, ast.Name):
             if node.id not in self.values:
                 self._refuse(node, f"{node.id!r} has no value; give one with --set {node.id}=")
-            self.data[node.id] = float(self.values[node.id])
+            value = self.values[node.id]
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                self._refuse(node, f"{node.id!r} takes one number, got {value!r}")
+            self.data[node.id] = float(value)
             return node.id
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return self._emit("sub", "ZERO", self._value(node.operand))
@@ -104,7 +110,7 @@ class _Compiler:
             inverse = self._emit("inv", self._value(node.right))
             return inverse if left is None else self._emit("mm", left, inverse)
         if isinstance(node.op, ast.Pow):
-            if right is None or right != int(right) or not 1 <= right <= MOST_POWER:
+            if right is None or not 1 <= right <= MOST_POWER or right != int(right):
                 self._refuse(node, f"powers are whole numbers of 1 .. {MOST_POWER}")
             return self._power(self._value(node.left), int(right))
         forms = {ast.Add: "add", ast.Sub: "sub", ast.Mult: "mm"}

@@ -26,12 +26,15 @@ def read_program(path: str | Path, *, wrap: bool = False) -> SubleqProgram | Fle
     Raises ValueError for another suffix, ProgramError for a mistake in the program.
     """
     path = Path(path)
-    if path.suffix == ".subleq":
-        return read_subleq(path, wrap=wrap)
-    if path.suffix == ".minsky":
-        return translate_minsky(path.read_text(encoding="utf-8"), name=path.name)
-    if path.suffix == ".fleq":
-        return read_fleq(path)
+    try:
+        if path.suffix == ".subleq":
+            return read_subleq(path, wrap=wrap)
+        if path.suffix == ".minsky":
+            return translate_minsky(path.read_text(encoding="utf-8"), name=path.name)
+        if path.suffix == ".fleq":
+            return read_fleq(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a program is UTF-8 text; byte {error.start} is not") from None
     raise ValueError(f"{path}: the suffix of a program is one of {', '.join(SUFFIXES)}")
 
 

@@ -15,6 +15,7 @@ from 0. Comments begin with ; or #.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,12 +94,18 @@ class SubleqProgram:
         memory = list(self.memory)
         for name, given in values.items():
             cells = cells_named(name, self.names, self.name)
-            words = [given] if isinstance(given, int) else list(given)
+            words = [_integer(word, f"{self.name}: {name}") for word in (given if isinstance(given, Iterable) else [given])]
             if len(words) > len(cells):
                 raise ValueError(f"{self.name}: {name} has {len(cells)} cells, got {len(words)} words")
             for cell, word in zip(cells, words, strict=False):
                 memory[cell] = in_range(word, self.n_bits, wrap, f"{self.name}: {name}={word}")
         return replace(self, memory=tuple(memory))
+
+
+def _integer(word: object, what: str) -> int:
+    if isinstance(word, bool) or not hasattr(word, "__index__"):
+        raise ValueError(f"{what} takes whole numbers, got {word!r}")
+    return operator.index(word)
 
 
 def cells_named(name: str, names: Mapping[str, range], program: str) -> range:
