@@ -291,7 +291,8 @@ def test_what_transformers_asks_a_cache():
     cache = looped_lm().make_cache()
     assert (cache.get_seq_length(), cache.get_max_length(), len(cache), cache.is_compileable) == (0, -1, 1, False)
     assert cache.get_mask_sizes(4, 0) == (4, 0)
-    looped_lm()(prompts(2, 3), cache=(used := looped_lm().make_cache()))
+    model = looped_lm()
+    model(prompts(2, 3), cache=(used := model.make_cache()))
     assert used.get_mask_sizes(4, 0) == (7, 0)
     assert used.is_croppable
     assert not any(used.is_linear + used.is_sliding + used.is_dummy)
