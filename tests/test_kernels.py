@@ -228,7 +228,7 @@ def test_wrong_shapes_are_refused():
 
 def test_the_peak_of_more_threads_than_cores_is_that_of_the_cores():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    alone = max(_engine.fma_peak(1, 0.1) for _ in range(3))
+    alone = max(_engine.fma_peak(1, 0.05) for _ in range(12))  # one at least that no neighbour disturbs
     assert 0 < _engine.fma_peak(6 * cores, 0.2) < 1.5 * cores * alone
     for seconds in (float("inf"), float("nan"), 0.0, -1.0, 61.0):
         with pytest.raises(ValueError, match="seconds must lie above 0 and be at most 60"):

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from looped.bench.shapes import random_model
+
 pytest.importorskip("looped._engine", reason="the C++ engine is not built")
 BENCHES = Path(__file__).parents[1] / "benches"
 
@@ -87,9 +89,13 @@ def test_the_fastest_of_all_settings_and_both_sizes_enters(peers, monkeypatch, b
 
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "fake", settings)
     seen = []
-    entry = peers.fastest("fake", "x", None, torch.zeros(128, 7, 2), 1, torch.tensor([0, 1]), np.ones((2, 3)), seen.append)
+    arguments = (random_model("C16H2T7"), torch.zeros(128, 7, 2), 1, torch.tensor([0, 1]), np.ones((2, 3)), seen.append)
+    entry = peers.fastest("fake", "x", *arguments)
     assert entry.setting == best
     assert len(seen) == 4
+    monkeypatch.setattr(peers, "WHOLE_BYTES", 1e3)
+    assert peers.fastest("fake", "x", *arguments).setting.endswith("in parts of 64")
+    assert len(seen) == 6
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
