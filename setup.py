@@ -69,7 +69,8 @@ class CMakeBuild(build_ext):
         ]
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build)], check=True)
-        subprocess.run(["cmake", "--install", str(build)], check=True)
+        # CMake holds two files for the same where their times differ by less than a second.
+        subprocess.run(["cmake", "--install", str(build)], check=True, env=os.environ | {"CMAKE_INSTALL_ALWAYS": "1"})
 
     def copy_file(self, infile, outfile, *args, **kwargs):
         """As the command's own, but at once: whoever imports the module meanwhile finds the old one or the new one, whole."""
