@@ -3,11 +3,17 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import looped
 from looped.programs.subleq_text import assemble_subleq
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "programs"
+
+# The engine does the whole of a test with this mark, the eager backend a part of it, and the whole among the slow tests.
+IN_PART_AND_WHOLE = pytest.mark.parametrize(
+    "whole", [pytest.param(False, id="part"), pytest.param(True, id="whole", marks=pytest.mark.slow)]
+)
 
 
 def random_subleq(seed, *, n_cells=60, n_commands=120, n_bits=16):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import EXAMPLES
+from programs import EXAMPLES, IN_PART_AND_WHOLE
 
 from looped.backends import cpu
 from looped.programs.algebra import gauss_seidel_text, inverse_text, matrix_text, power_text, qr_text
@@ -181,35 +181,39 @@ def test_newtons_inverse(dtype, n, n_iterations, how, error, backend):
     assert np.abs(run["X"] - np.linalg.inv(program.value("At", program.memory).T)).max() < 3 * error + 1e-6
 
 
+@IN_PART_AND_WHOLE
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize(
     ("dtype", "how", "error"), [(F64, product("pair", 16, 4), 3.9e-11), (F32, product("pair", 6, 2), 1.9e-5)]
 )
-def test_power_iteration(dtype, how, error, backend):
+def test_power_iteration(dtype, how, error, backend, whole):
+    whole = whole or backend == "cpu"
     rng = np.random.default_rng(0)
     Q = np.linalg.qr(rng.normal(size=(4, 4)))[0]
     A = Q @ np.diag([1.0, 0.5, 0.3, 0.1]) @ Q.T
-    program = assemble_fleq(power_text(A, np.ones(4), 15 if backend == "cpu" else 2))
+    program = assemble_fleq(power_text(A, np.ones(4), 15 if whole else 2))
     run, memory = run_one(program, backend, dtype, Blocks(("mm", "add", "sub"), product=how))
     v = run["v"][:, 0]
     assert np.abs(v - program.value("v", memory)[:, 0]).max() < 3 * error
-    if backend == "cpu":
+    if whole:
         assert np.abs(v * np.sign(v @ Q[:, 0]) - Q[:, 0]).max() < 1e-4
 
 
 SGDS = [(F64, product("pair", 16, 4), 2.3e-11), (F32, product("pair", 6, 2), 7.3e-6)]
 
 
+@IN_PART_AND_WHOLE
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize(("dtype", "how", "error"), SGDS)
-def test_linear_regression_by_sgd(dtype, how, error, backend):
+def test_linear_regression_by_sgd(dtype, how, error, backend, whole):
+    n_epochs = 20 if whole or backend == "cpu" else 2
     rng = np.random.default_rng(0)
     X, w = rng.uniform(-0.8, 0.8, (6, 4)), rng.uniform(-0.8, 0.8, 4)
-    program = assemble_fleq(linear_sgd_text(X, X @ w, 0.3, 20 if backend == "cpu" else 2))
+    program = assemble_fleq(linear_sgd_text(X, X @ w, 0.3, n_epochs))
     run, memory = run_one(program, backend, dtype, Blocks(("mm", "sub"), product=how))
     assert np.abs(run["w"] - program.value("w", memory)).max() < 3 * error
     plain = np.zeros(4)
-    for _ in range(20 if backend == "cpu" else 2):
+    for _ in range(n_epochs):
         for x in X:
             plain -= 0.3 * (plain @ x - w @ x) * x
     assert np.abs(program.value("w", memory)[:, 0] - plain).max() < 1e-12
@@ -272,25 +276,33 @@ def test_a_deeper_network_needs_more_loops_and_the_same_machine():
     assert runs[1].steps > runs[0].steps
 
 
+@IN_PART_AND_WHOLE
 @pytest.mark.parametrize(("backend", "dtype"), ALL)
-def test_gauss_seidel(backend, dtype):
+def test_gauss_seidel(backend, dtype, whole):
+    whole = whole or backend == "cpu"
     A = np.array([[4, 1, 0.5], [1, 5, 1], [0.2, 1, 3]])
     b = np.array([1.0, 2, 3])
-    n_sweeps = 8 if backend == "cpu" else 1
+    n_sweeps = 8 if whole else 1
     program = assemble_fleq(gauss_seidel_text(A, b, n_sweeps))
     run, memory = run_one(program, backend, dtype)
     assert np.abs(run["x"] - program.value("x", memory)).max() < (2e-9 if dtype == F64 else 2e-4)
-    if backend == "cpu":
+    if whole:
         assert np.abs(run["x"] @ A.T - b).max() < (1e-7 if dtype == F64 else 1e-3)
 
 
-@pytest.mark.skipif(not cpu.is_there(), reason="no C++ engine here")
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(not cpu.is_there(), reason="no C++ engine here")),
+        pytest.param("eager", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("dtype", [F64, F32])
-def test_qr(dtype):
+def test_qr(backend, dtype):
     A = matrix_of_condition(3, 3, seed=2)
     program = assemble_fleq(qr_text(A))
     how = product("pair", 16, 4) if dtype == F64 else product("pair", 7, 2)
-    run, _ = run_one(program, "cpu", dtype, Blocks(("mm", "add", "sub"), product=how))
+    run, _ = run_one(program, backend, dtype, Blocks(("mm", "add", "sub"), product=how))
     tolerance = 1e-8 if dtype == F64 else 1e-3
     assert np.abs(run["Q"].T @ run["Q"] - np.eye(3)).max() < tolerance
     assert np.abs(run["Q"] @ run["R"] - A).max() < tolerance
