@@ -8,7 +8,9 @@ import torch
 from click.testing import CliRunner
 from programs import EXAMPLES
 
+import looped.engine as engine
 from looped.cli import main
+from looped.loop import Interrupted, Status
 from looped.programs.describe import describe, used_sizes
 from looped.programs.fleq import Blocks, FleqMachine
 from looped.programs.machines import machine_for, read_program
@@ -45,6 +47,27 @@ def test_run_gives_json_and_a_trace():
     assert result["trace"][1] == dict(loop=2, command=1, line=8, text="t -= x", changes={"t": -20}, next=2)
     several = json.loads(looped("run", example("add.subleq"), example("compare.subleq"), "--json"))
     assert [result["program"] for result in several] == ["add.subleq", "compare.subleq"]
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    for command in ("run", "machine"):
+        output = looped(command, example("add.subleq"), "--picture", tmp_path / "run.doc", code=2)
+        assert "the suffix must be one of" in output
+        output = looped(command, example("add.subleq"), "--picture", tmp_path / "none" / "run.png", code=2)
+        assert "there is no folder" in output
+
+
+def test_ctrl_c_says_how_many_programs_had_ended(monkeypatch):
+    solve = engine.solve
+
+    def interrupted(*args, **options):
+        result = solve(*args, **options)
+        result.status[1] = Status.INTERRUPTED
+        raise Interrupted(result)
+
+    monkeypatch.setattr(engine, "solve", interrupted)
+    output = looped("run", example("add.subleq"), example("copy.subleq"), code=130)
+    assert "looped: interrupted: 1 of 2 programs had ended; --max-loops N ends the others after N commands" in output
 
 
 def test_run_shows_a_table_of_loops_and_draws_a_picture(tmp_path):

@@ -310,5 +310,8 @@ def test_programs_that_do_not_fit_are_refused():
         SubleqMachine(8, 8).encode(program)
     with pytest.raises(ValueError, match="words of 8, 16 bits need a machine each"):
         machine_for([program, assemble_subleq(".bits 8\nhalt")])
+    wide = assemble_subleq(".cells 1048576\nhalt", name="wide.subleq")
+    with pytest.raises(ValueError, match=r"wide.subleq needs 1,048,5\d\d tokens, .* at most 1,048,576; name fewer cells"):
+        machine_for([program, wide])
     with pytest.raises(ValueError, match="there is no program"):
         machine_for([])

@@ -117,6 +117,32 @@ def _machine(programs: list[Any], options: Options) -> Any:
     return machine_for(programs, dtype=dtype, n_layers=int(options["layers"] or 9), lam=options["lam"], blocks=blocks)
 
 
+def _check_picture(path: Path | None) -> None:
+    """A run is not begun for a picture that cannot be written."""
+    from matplotlib.figure import Figure
+
+    if path is None:
+        return
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise click.UsageError(f"--picture {path}: the suffix must be one of {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"--picture {path}: there is no folder {path.parent}")
+
+
+def _run_all(machine: Any, programs: list[Any], max_loops: int, backend: str) -> list[Any]:
+    from looped.loop import Interrupted
+    from looped.programs.run import run_programs
+
+    try:
+        return run_programs(machine, programs, max_loops=max_loops, backend=backend)
+    except Interrupted as stop:
+        n_ended = int(stop.result.finished.sum())
+        raise KeyboardInterrupt(
+            f"interrupted: {n_ended} of {len(programs)} programs had ended; --max-loops N ends the others after N commands"
+        ) from None
+
+
 def _console() -> Any:
     from rich.console import Console
 
@@ -148,16 +174,16 @@ def run_command(
     Exits with 0 where all halted, 3 where one came to the loop limit, 4 where one is corrupt, 2 for a mistake.
     """
     from looped.programs.machines import check_program
-    from looped.programs.run import run_programs
     from looped.programs.tracing import trace, trace_table
 
     if len(files) > 1 and (traced or picture):
         raise click.UsageError("--trace and --picture are of one program")
+    _check_picture(picture)
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
     for program in programs:
         check_program(machine, program, max_loops)
-    runs = run_programs(machine, programs, max_loops=max_loops, backend=backend)
+    runs = _run_all(machine, programs, max_loops, backend)
     rows = list(trace(machine, programs[0], max_loops, backend=backend)) if traced else []
     if as_json:
         result: list[dict[str, Any]] = [run.to_dict() for run in runs]
@@ -237,6 +263,7 @@ def machine_command(
     from looped.programs.subleq import SubleqMachine
     from looped.programs.subleq_text import assemble_subleq
 
+    _check_picture(picture)
     if files and (bits or address_bits):
         raise click.UsageError("--bits and --address-bits are of a machine without a program")
     programs = _load(files) if files else [assemble_subleq("halt", n_bits=bits or 16)]

@@ -30,6 +30,7 @@ DATA_GATE = 1024.0  # above every number in memory
 LAMBDA = 80.0
 # The write has a margin of 1, and what leaks is multiplied by the gate: 1024 exp(-lam) lies below the rounding of data.
 LEAST_LAMBDA = {torch.float64: 60.0, torch.float32: 40.0}
+MOST_ADDRESS_BITS = 14
 POINTERS = ("PA", "PB", "PW", "PF", "PJ")
 MASKS = ("KA", "KB", "KW")
 FUNCTION_NAMES = ("mm", "emul", "perc", "add", "sub", "inv", "sqrt", "sig")
@@ -95,8 +96,8 @@ class FleqMachine:
     ) -> None:
         if not 1 <= width <= 64:
             raise ValueError(f"FleqMachine: width={width} must lie in 1 .. 64")
-        if not 2 <= address_bits <= 14:
-            raise ValueError(f"FleqMachine: address_bits={address_bits} must lie in 2 .. 14")
+        if not 2 <= address_bits <= MOST_ADDRESS_BITS:
+            raise ValueError(f"FleqMachine: address_bits={address_bits} must lie in 2 .. {MOST_ADDRESS_BITS}")
         if dtype not in LEAST_LAMBDA:
             raise ValueError(f"FleqMachine: dtype={dtype} does not keep data; use torch.float64 or torch.float32")
         if not LEAST_LAMBDA[dtype] <= lam <= 1000:

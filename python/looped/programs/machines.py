@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from looped.programs import fleq, subleq
 from looped.programs.addresses import bits_for
 from looped.programs.fleq import FUNCTION_NAMES, Blocks, FleqMachine
 from looped.programs.fleq_plain import check_ranges
@@ -62,14 +64,26 @@ def machine_for(
         widths = {program.n_bits for program in programs}
         if len(widths) > 1:
             raise ValueError(f"machine_for: words of {', '.join(map(str, sorted(widths)))} bits need a machine each")
-        bits = address_bits or max(2, bits_for(max(program.n_tokens for program in programs)))
+        bits = address_bits or _bits_for_tokens("SUBLEQ", {p.name: p.n_tokens for p in programs}, subleq.MOST_ADDRESS_BITS)
         return SubleqMachine(widths.pop(), bits, n_layers=n_layers, dtype=dtype, **options)
     width = max(program.width for program in programs)
-    n_tokens = max(width + 2 + program.memory.shape[1] + len(program.commands) for program in programs)
+    n_tokens = {p.name: width + 2 + p.memory.shape[1] + len(p.commands) for p in programs}
     if blocks is None:
         used = {command.function for program in programs for command in program.commands}
         blocks = Blocks(tuple(name for name in FUNCTION_NAMES if name in used))
-    return FleqMachine(width, address_bits or max(2, bits_for(n_tokens)), blocks=blocks, dtype=dtype, **options)
+    bits = address_bits or _bits_for_tokens("FLEQ", n_tokens, fleq.MOST_ADDRESS_BITS)
+    return FleqMachine(width, bits, blocks=blocks, dtype=dtype, **options)
+
+
+def _bits_for_tokens(kind: str, n_tokens: Mapping[str, int], most: int) -> int:
+    """Position bits for the longest of the programs. Raises ValueError where a machine cannot tell so many tokens apart."""
+    name, n = max(n_tokens.items(), key=itemgetter(1))
+    if n > 2**most:
+        raise ValueError(
+            f"{name} needs {n:,} tokens, one for each cell and command and some of the machine's own, and a {kind} machine has "
+            f"at most {2**most:,}; name fewer cells"
+        )
+    return max(2, bits_for(n))
 
 
 def check_program(machine: Any, program: Any, max_loops: int) -> None:

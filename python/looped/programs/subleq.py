@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 GATE = 8.0  # above every pre-activation that it shuts off
 LAMBDA = 12.0
 FORMS = (9, 5)
+MOST_ADDRESS_BITS = 20
 
 # Bits of a sum that its steps tell apart at a precision: k + 1 for the sum of a chunk of k bits, and two for its quarters.
 CHUNK_BITS = {torch.float64: 50, torch.float32: 21, torch.bfloat16: 5, torch.float16: 8}
@@ -70,8 +71,8 @@ class SubleqMachine:
     ) -> None:
         if not 2 <= n_bits <= 63:
             raise ValueError(f"SubleqMachine: n_bits={n_bits} must lie in 2 .. 63")
-        if not 2 <= address_bits <= 20:
-            raise ValueError(f"SubleqMachine: address_bits={address_bits} must lie in 2 .. 20")
+        if not 2 <= address_bits <= MOST_ADDRESS_BITS:
+            raise ValueError(f"SubleqMachine: address_bits={address_bits} must lie in 2 .. {MOST_ADDRESS_BITS}")
         if n_layers not in FORMS:
             raise ValueError(f"SubleqMachine: n_layers={n_layers} is not one of {', '.join(map(str, FORMS))}")
         if dtype not in CHUNK_BITS:
