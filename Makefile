@@ -72,7 +72,8 @@ coverage: $(VENV)/.dev            ## which lines and branches of csrc the C++ te
 	rm -rf build/coverage
 	$(call cpp_tests,coverage,-DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="--coverage -fprofile-update=atomic")
 	$(PIP) gcovr
-	$(BIN)/gcovr --root csrc --exclude csrc/tests --exclude-throw-branches --print-summary build/coverage
+	$(BIN)/gcovr --root csrc --exclude csrc/tests --exclude-throw-branches --merge-lines --gcov-suspicious-hits-threshold 0 \
+		--print-summary build/coverage
 
 sdist: $(VENV)/.dev               ## an sdist that builds the engine where there is no torch
 	$(PIP) build
