@@ -85,9 +85,9 @@ def experiment_command(
     if as_list:
         found = lab.inventory(models_of(name, lab).items())
         if as_json:
-            click.echo(json.dumps([{"name": label, "n_steps": steps, "source": source} for label, steps, source in found]))
-        for label, steps, source in found if not as_json else []:
-            click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {source or '-'}")
+            click.echo(json.dumps([{"name": label, "n_steps": steps, "source": origin} for label, steps, origin in found]))
+        for label, steps, origin in found if not as_json else []:
+            click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or '-'}")
         return
     outcome = run_experiment(name, lab)
     if as_json:
