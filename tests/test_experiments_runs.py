@@ -319,12 +319,12 @@ def test_levels_are_what_the_models_can_be_asked():
     assert of("linear_regression") == [
         *(("linear_regression", d, d, d) for d in (2, 3, 4, 5)),
         *(("sparse_linear_regression", s, 5, s) for s in (1, 2)),
-        *(("noisy_linear_regression", std, 5, 5 + std**2) for std in (0.1, 0.3)),
+        *(("noisy_linear_regression", std, 5, 5 + std**2) for std in (0.05, 0.1)),
     ]
     assert of("sparse_linear_regression") == [
         *(("linear_regression", d, d, d) for d in (1, 2)),
         *(("sparse_linear_regression", s, 8, s) for s in (1, 2, 4)),
-        *(("noisy_linear_regression", std, 2, 2 + std**2) for std in (0.1, 0.3)),
+        *(("noisy_linear_regression", std, 2, 2 + std**2) for std in (0.05, 0.1)),
     ]
     assert of("decision_tree") == [("decision_tree", depth, 4, 1) for depth in (1, 2)]
     assert of("relu_2nn_regression") == [("relu_2nn_regression", hidden, 4, 4) for hidden in (1, 2, 4, 8)]

@@ -38,7 +38,7 @@ OPTIONAL = ("decision_tree", "relu_2nn_regression")
 TOLERANCES = (0.3, 0.1, 3e-2, 1e-2, 3e-3)
 SHOWN = 3e-3  # whose loops are shown by difficulty: the default of looped eval
 REACH = 5  # times the trained loops, at most
-NOISES = (0.1, 0.3)  # standard deviations
+NOISES = (0.05, 0.1)  # standard deviations; with more, what the noise leaves would hide what the loops do
 
 
 @dataclass(frozen=True)
