@@ -27,7 +27,10 @@ from pathlib import Path
 
 out = Path(sys.argv[1])
 n_steps = json.loads((out / "train.json").read_text())["n_steps"]
-last = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+lines = (out / "log.jsonl").read_text().splitlines()
+if not lines:
+    sys.exit(print(f"no step of {n_steps:,} is logged yet (every 20th is): run the same command again"))
+last = json.loads(lines[-1])
 took, left = last["seconds"] / 60, n_steps - last["step"]
 print(f"step {last['step']:,} of {n_steps:,} after {took:.1f} minutes, {last['step'] / last['seconds']:.1f} steps a second; loss {last['loss']:.4g}")
 if left:

@@ -13,18 +13,21 @@ from models import icl_model
 
 import looped
 from looped.cli import main
-from looped.experiments import EXPERIMENTS, Lab, Outcome, run_experiment
+from looped.experiments import EXPERIMENTS, Lab, Outcome, functions, run_experiment
 from looped.experiments import lab as lab_module
+from looped.experiments.catalog import models_of
 from looped.experiments.measure import (
     by_examples,
     by_loops,
     first_of,
     fresh,
     joined,
+    kind_of,
     line,
     mean_ratio,
     measure,
     of_baseline,
+    on_shared,
     single,
 )
 from looped.experiments.outcome import Line, Panel, Sheet
@@ -76,7 +79,7 @@ def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
     lab = quick(tmp_path)
     (first,) = lab.models("one", lab.config())
     assert lab.used["one"] == {
-        "source": "trained: one",
+        "source": "trained: one_steps_12",
         "n_steps": 12,
         "n_parameters": sum(p.numel() for p in first.parameters()),
         "n_loops": 4,
@@ -87,7 +90,17 @@ def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
     assert torch.equal(weights(first), weights(again))
     monkeypatch.undo()
     with pytest.raises(ValueError, match="already holds a run"):
-        quick(tmp_path, n_steps=13).models("one", lab.config())
+        quick(tmp_path).models("one", dataclasses.replace(lab.config(), lr=2e-3))
+
+
+def test_a_run_of_other_steps_does_not_stand_in_the_way_of_the_whole_one(tmp_path):
+    config = dataclasses.replace(quick(tmp_path).config(), n_steps=5)
+    for n_steps, folder in ((12, "one_steps_12"), (13, "one_steps_13"), (0, "one")):
+        lab = quick(tmp_path, n_steps=n_steps)
+        lab.models("one", config)
+        assert lab.used["one"]["source"] == f"trained: {folder}"
+        assert json.loads((tmp_path / "models" / folder / "train.json").read_text())["n_steps"] == (n_steps or 5)
+    assert quick(tmp_path, seeds=[7]).run_folder("one", 7).name == "one_steps_12_seed_7"
 
 
 def test_stopped_trainings_need_resume_and_end_the_same(tmp_path):
@@ -119,10 +132,63 @@ def test_each_seed_is_a_model_of_its_own(tmp_path):
     one, two = lab.models("m", lab.config())
     assert not torch.equal(weights(one), weights(two))
     assert list(lab.used) == ["m", "m, seed 7"]
-    assert (tmp_path / "models" / "m_seed_7" / "model").is_dir()
-    for seeds in ([], [1, 1]):
-        with pytest.raises(ValueError, match="seeds"):
-            quick(tmp_path, seeds=seeds)
+    assert (tmp_path / "models" / "m_steps_12_seed_7" / "model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(seeds=[]), r"seeds=\[\] must be one or more"),
+        (dict(seeds=[1, 1]), "each once"),
+        (dict(seeds=[1, -1]), r"seeds=-1 must be an integer in 0 \.\. 2\^32 - 1"),
+        (dict(seed=-1), "seed=-1 must be an integer"),
+        (dict(seed=2**32), "seed=4294967296 must be"),
+        (dict(seed=1.0), "seed=1.0 must be an integer"),
+        (dict(n_prompts=-1), "n_prompts=-1 must be 1 or more"),
+        (dict(n_steps=-1), "n_steps=-1 must be 1 or more"),
+        (dict(given={"a": "/no/such"}), "'/no/such' for a is neither a folder nor a bundled model .linear_regression, "),
+        (dict(given={"a": ""}), "the model '' for a is neither"),
+    ],
+)
+def test_wrong_settings_are_refused_by_the_lab_itself(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        quick(tmp_path, **options)
+
+
+def test_a_given_model_is_read_before_anything_is_trained(tmp_path):
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(FileNotFoundError):
+        quick(tmp_path, given={"a": str(tmp_path / "bad")})
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_an_experiment_refuses_models_that_it_does_not_ask_for(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    looped.save_model(icl_model(n_dims=3, n_points=5), tmp_path / "three")
+    wanted = list(models_of(name, quick(tmp_path)))
+    known = wanted[-1]
+    for run in (models_of, run_experiment):
+        with pytest.raises(ValueError, match=f"{name} uses no model '{known}x'; did you mean '{known}'"):
+            run(name, quick(tmp_path, given={f"{known}x": str(tmp_path / "three")}))
+        with pytest.raises(ValueError, match=f"for {known} has n_dims=3, and preset tiny needs 2"):
+            run(name, quick(tmp_path, given={known: str(tmp_path / "three")}))
+
+
+def test_an_experiment_says_all_the_models_that_it_uses(tmp_path, monkeypatch):
+    """What `runs` names is what is asked for, and nothing else."""
+    for name in EXPERIMENTS:
+        asked = {}
+        monkeypatch.setattr(Lab, "models", lambda self, name, config, asked=asked, **how: asked.update({name: config}) or [])
+        lab = quick(tmp_path)
+        wanted = models_of(name, lab)
+        run_experiment(name, lab)
+        assert asked == wanted, name
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name != "tabular"])
+def test_tables_are_refused_where_none_are_read(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} reads no tables, and data='openml' is for the experiment tabular"):
+        run_experiment(name, quick(tmp_path, data="openml"))
 
 
 def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
@@ -198,6 +264,10 @@ def test_measuring_averages_over_models_prompt_by_prompt():
     np.testing.assert_allclose(found["both"].curve.mean, (2 * ys).mean(dim=0))
     np.testing.assert_allclose(found["both"].by_model, [ys.mean(dim=0), 3 * ys.mean(dim=0)])
     assert found["slow"].curve.n_prompts == 128
+    assert found["slow"].first == ()
+    np.testing.assert_allclose(found["both"].first, 2 * ys[:128].mean(dim=0))
+    assert on_shared([found["both"], found["slow"]]) == (128, [found["both"].first, found["slow"].curve.mean])
+    assert on_shared([found["both"]]) == (160, [found["both"].curve.mean])
     assert line("l", range(3), found["both"]).by_seed == found["both"].by_model
     assert line("l", range(3), found["slow"]).by_seed == ()
     np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
@@ -217,6 +287,28 @@ def test_ways_are_the_errors_of_a_plain_loop():
         task, 4, 3, generator=torch.Generator().manual_seed(0), rotation=random_rotation(3, 0)
     )
     assert [len(part) for part in first_of(shifted, 2)[:4]] == [2] * 4
+
+
+def test_kinds_of_lines():
+    kinds = {"looped": "looped", "tied": "twin", "unlooped": "twin", "unlooped L=4": "twin", "looped, control": "baseline"}
+    assert {name: kind_of(name) for name in (*kinds, "lasso")} == kinds | {"lasso": "baseline"}
+
+
+def test_slow_rivals_are_met_on_the_prompts_that_they_have_seen():
+    """The looped model has the smaller error over all 160 prompts, and the larger one over the 128 that XGBoost has seen."""
+    pairs = [Pairs(torch.zeros(80, 2, 1), torch.cat([torch.full((80, 1), float(i)), torch.zeros(80, 1)], 1)) for i in (0, 1)]
+    errors = torch.cat([torch.full((128, 2), 0.5), torch.zeros(32, 2)])
+
+    def looped_way(own, seen=[]):  # noqa: B006
+        start = sum(seen)
+        seen.append(len(own.ys))
+        return errors[start : start + len(own.ys)]
+
+    ways = {"looped": [looped_way], "xgboost": [lambda own: torch.full((len(own.ys), 2), 0.45)]}
+    found = measure(pairs, ways, slow=["xgboost"])
+    assert found["looped"].curve.mean == pytest.approx([0.4, 0.4])
+    claim = functions._claims("decision_tree", found, 1)[1]
+    assert (claim.holds, claim.measured) == (False, "0.5 against 0.45, on the first 128 prompts")
 
 
 def test_ratios_and_curves_of_curves():
@@ -291,18 +383,33 @@ def test_the_command_lists_and_runs(tmp_path):
     listed = invoke("experiment")
     assert all(name in listed.stdout for name in EXPERIMENTS)
     options = ("--preset", "tiny", "--steps", 3, "--prompts", 4, "--out", tmp_path, "--threads", 1)
-    result = invoke("experiment", "fixed-point", *options, "--json", "--models", "other=x")
+    result = invoke("experiment", "fixed-point", *options, "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["experiment"], report["settings"]["n_prompts"]) == ("fixed-point", 4)
     assert report["models"]["linear_regression"]["n_steps"] == 3
-    assert "fixed-point uses no model other; it uses linear_regression" in result.stderr
+    assert report["models"]["linear_regression"]["source"] == "trained: linear_regression_steps_3"
     for kind in ("json", "csv", "png"):
         assert (tmp_path / f"fixed-point.{kind}").stat().st_size > 100
     again = invoke("experiment", "fixed-point", *options)
     assert again.exit_code == 0
     assert "with injection" in again.stdout
     assert "training" not in again.stderr
+    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
+    given = ("--models", f"linear_regression_tied={tmp_path / 'mine'}")
+    listed = invoke("experiment", "fixed-point", "--list", *options, "--seeds", "42,43", *given)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        *("linear_regression", "linear_regression,", "linear_regression_tied"),
+        *("linear_regression_unlooped", "linear_regression_unlooped,"),
+    ]
+    listed = json.loads(invoke("experiment", "fixed-point", "--list", "--json", *options, "--seeds", "42,43", *given).stdout)
+    assert [(one["n_steps"], one["source"]) for one in listed] == [
+        (3, "trained: linear_regression_steps_3"),
+        (3, None),
+        (None, f"given: {tmp_path / 'mine'}"),
+        (3, "trained: linear_regression_unlooped_steps_3"),
+        (3, None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -310,6 +417,11 @@ def test_the_command_lists_and_runs(tmp_path):
     [
         (["fixed"], "did you mean 'fixed-point'"),
         (["fixed-point", "--models", "x"], "NAME=FOLDER"),
+        (["fixed-point", "--models", "x="], "NAME=FOLDER"),
+        (["fixed-point", "--models", "x=a", "--models", "x=b"], "each NAME once"),
+        (["fixed-point", "--models", "linear=linear_regression"], "uses no model 'linear'; did you mean 'linear_regression'"),
+        (["fixed-point", "--seed", "-1"], "seed=-1 must be an integer"),
+        (["fixed-point", "--data", "openml"], "reads no tables"),
         (["fixed-point", "--seeds", "a"], "a list such as"),
         (["fixed-point", "--preset", "big"], "is not one of"),
     ],
@@ -328,7 +440,13 @@ def test_train_takes_seeds_and_the_unlooped_twin(tmp_path):
     assert looped.load_model(folders[0]).config == preset("tiny", unlooped=True).model
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta"])
 def test_a_device_that_does_not_work_is_refused(tmp_path, device):
     with pytest.raises(ValueError, match=f"device='{device}' does not work here"):
         quick(tmp_path, device=device)
+    result = invoke("train", "--preset", "tiny", "--device", device, "--out", tmp_path / "run")
+    assert result.exit_code == 2
+    assert f"looped: device='{device}' does not work here" in result.stderr
+    assert not (tmp_path / "run").exists()
+    result = invoke("train", "--preset", "tiny", "--device", device, "--seeds", "1,2", "--out", tmp_path / "runs")
+    assert (result.exit_code, (tmp_path / "runs").exists()) == (2, False)

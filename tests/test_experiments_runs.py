@@ -11,13 +11,25 @@ from models import icl_model
 
 import looped
 from looped.exits import Contraction
-from looped.experiments import EXPERIMENTS, Lab, adaptive, architecture, fixed_point, functions, run_experiment, shift, sparsity
+from looped.experiments import (
+    EXPERIMENTS,
+    Lab,
+    adaptive,
+    architecture,
+    fixed_point,
+    functions,
+    probe,
+    run_experiment,
+    shift,
+    sparsity,
+)
 from looped.experiments import loops_and_window as grid
 from looped.experiments import sample_efficiency as sets
 from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
 from looped.experiments.measure import Measured, single
 from looped.icl.evaluate import batches
 from looped.icl.predictor import LoopedPredictor
+from looped.icl.probe import Probes, targets_of
 from looped.icl.prompts import interleave
 from looped.icl.shifts import SHIFTS
 from looped.icl.tasks import LinearRegression, SparseLinearRegression
@@ -177,7 +189,7 @@ def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
     seeds = []
     monkeypatch.setattr(sets, "fresh", lambda task, n, k, seed: seeds.append(seed) or batches(task, n, k, seed, 128))
     lab = quick(folder / "lrs", seed=3)
-    best = sets._best(lab, 2, 4, (1e-3, 0.9), unlooped=False)
+    best = sets._best(lab, {lr: sets.run_on(lab, 2, 4, lr, unlooped=False) for lr in (1e-3, 0.9)})
     assert set(seeds) == {3 + sets.VALIDATION}
     by_lr = {}
     for lr in (1e-3, 0.9):
@@ -244,21 +256,96 @@ def test_shift_draws_absent_cells_as_absent(folder):
     assert all(cell > 0 for cell in row[2:])
 
 
+# probe
+
+
+def test_probe_errors_are_means_over_fresh_prompts(tmp_path):
+    """Probes that answer 0 after the first loop and the targets of a planted state after the second, against plain numpy."""
+    model, lab = icl_model(dtype=torch.float32, n_dims=2, n_points=5, n_loops=2), quick(tmp_path, n_prompts=300)
+    task, n_examples = LinearRegression(2), [1, 4]
+    probes = Probes(2, 2, n_examples, 16, 2)
+    with torch.no_grad():
+        for parameter in probes.parameters():
+            parameter.zero_()
+        probes.b2[1, 1] = 0.5  # of the least-squares weights after the second loop
+    got = probe._errors(lab, probes, model, task, n_examples)
+    generator = probe.evaluation_stream(0)
+    parts = [task.sample(n, 4, generator=generator) for n in (256, 44)]
+    xs, ys = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+    targets = targets_of(xs, ys, n_examples).numpy()  # [P, K, B, d]
+    expected = np.stack([[(targets**2).mean(axis=(2, 3))[p]] * 2 for p in range(2)])  # [P, S, K]
+    expected[1, 1] = ((targets[1] - 0.5) ** 2).mean(axis=(1, 2))
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_probe_claims():
+    def planted(looped, unlooped, control):
+        both = {"looped": looped, "unlooped": unlooped, "looped, control": control, "unlooped, control": control}
+        return {name: torch.tensor([values] * 2) for name, values in both.items()}
+
+    claims = probe._claims(planted([0.9, 0.2, 0.21], [0.8, 0.3, 0.5], [1.0, 0.9, 0.9]))
+    assert [claim.holds for claim in claims] == [True] * 10
+    assert claims[0].measured == "1.05 x, 0.9 to 0.21"
+    assert claims[1].measured == "1.67 x, best at 2"
+    assert claims[2].measured == "0.21 against 0.3"
+    assert claims[4].measured == "0.3 against 0.9"
+    claims = probe._claims(planted([0.9, 0.2, 0.4], [0.8, 0.4, 0.3], [1.0, 0.3, 0.9]))
+    assert [claim.holds for claim in claims] == [False] * 10
+    alone = probe._claims({name: torch.tensor([[0.9, 0.2]] * 2) for name in ("looped", "looped, control")})
+    assert len(alone) == 4, "nothing is claimed of a model that is not there"
+
+
+def test_probe_and_adaptive_measure_every_seed(tmp_path):
+    for name in ("probe", "adaptive"):
+        runs = {seeds: run_experiment(name, quick(tmp_path, seeds=seeds)) for seeds in ((42,), (7,), (42, 7))}
+        first = next(line for line in runs[42, 7].panels[-1].lines if line.label in ("unlooped", "same loops for all"))
+        alone = [next(one for one in runs[seed,].panels[-1].lines if one.label == first.label) for seed in (42, 7)]
+        assert alone[0].curve.mean != alone[1].curve.mean
+        np.testing.assert_allclose(first.by_seed, [one.curve.mean for one in alone])
+        np.testing.assert_allclose(first.curve.mean, np.mean(first.by_seed, axis=0))
+        assert {"linear_regression", "linear_regression, seed 7"} <= set(runs[42, 7].models)
+        if name == "adaptive":
+            rows = [[row[4:8] for row in outcome.sheet.rows] for outcome in runs.values()]
+            np.testing.assert_allclose(rows[2], np.mean(rows[:2], axis=0), rtol=1e-6)
+
+
 # adaptive
 
 
-def test_levels_are_what_the_models_were_trained_on():
-    some = levels("linear_regression", preset("small"))
-    assert [(one.family, one.difficulty, one.n_live) for one in some] == [
-        *(("dimensions", d, d) for d in (2, 3, 4, 5)),
-        *(("non-zero weights", s, 5) for s in (1, 2)),
+def test_levels_are_what_the_models_can_be_asked():
+    def of(task):
+        return [(one.task.name, one.difficulty, one.n_live, one.variance) for one in levels(preset("small", task))]
+
+    assert of("linear_regression") == [
+        *(("linear_regression", d, d, d) for d in (2, 3, 4, 5)),
+        *(("sparse_linear_regression", s, 5, s) for s in (1, 2)),
+        *(("noisy_linear_regression", std, 5, 5 + std**2) for std in (0.05, 0.1)),
     ]
-    assert [one.variance for one in some] == [2, 3, 4, 5, 1, 2]
-    assert [one.difficulty for one in levels("sparse_linear_regression", preset("small", "sparse_linear_regression"))] == [
-        1,
-        2,
-        4,
+    assert of("sparse_linear_regression") == [
+        *(("linear_regression", d, d, d) for d in (1, 2)),
+        *(("sparse_linear_regression", s, 8, s) for s in (1, 2, 4)),
+        *(("noisy_linear_regression", std, 2, 2 + std**2) for std in (0.05, 0.1)),
     ]
+    assert of("decision_tree") == [("decision_tree", depth, 4, 1) for depth in (1, 2)]
+    assert of("relu_2nn_regression") == [("relu_2nn_regression", hidden, 4, 4) for hidden in (1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("task", [*adaptive.TRAINED, *adaptive.OPTIONAL])
+def test_every_level_has_the_variance_that_its_errors_are_divided_by(task):
+    for one in levels(preset("small", task)):
+        ys = one.task.sample(20_000, 1, generator=torch.Generator().manual_seed(1), n_live=one.n_live).ys.double()
+        assert ys.square().mean().item() == pytest.approx(one.variance, rel=0.1), one
+
+
+def test_models_of_other_tasks_are_studied_where_they_are_there(tmp_path, monkeypatch):
+    models = {name: icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=5, n_loops=4) for name in ("a", "b")}
+    for name, model in models.items():
+        looped.save_model(model, tmp_path / name)
+    given = {"decision_tree": str(tmp_path / "a"), "linear_regression": str(tmp_path / "b")}
+    outcome = run_experiment("adaptive", quick(tmp_path, given=given, may_train=False, n_prompts=40))
+    assert set(outcome.models) == {"decision_tree", "linear_regression"}
+    assert {row[1] for row in outcome.sheet.rows if row[0] == "decision_tree"} == {"all", "decision_tree"}
+    assert ["sparse_linear_regression is left out" in note for note in outcome.notes] == [True]
 
 
 def test_mixed_batches_hold_every_level_at_its_variance():
@@ -303,11 +390,23 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     outcome = run_experiment("adaptive", lab)
     fixed = next(line for line in outcome.panels[-1].lines if line.label == "same loops for all").curve.mean
     assert len(fixed) == 20
-    assert len(outcome.sheet.rows) == 2 * len(adaptive.TOLERANCES)
-    for _, _, _, mean, error, same, whole, kept, kept_same in outcome.sheet.rows:
+    of_all = [row for row in outcome.sheet.rows if row[1] == "all"]
+    assert len(of_all) == 2 * len(adaptive.TOLERANCES)
+    for _, _, _, _, mean, error, same, whole, kept, kept_same in of_all:
         assert same == pytest.approx(fixed[round(mean) - 1])
         assert whole == pytest.approx(fixed[-1])
         assert (kept, kept_same) == (pytest.approx(whole / error), pytest.approx(whole / same))
-    wins = [sum(row[4] < row[5] for row in outcome.sheet.rows if row[1] == way) for way in ("per prompt", "per token")]
+    level = torch.cat([mixed.level for mixed in mixed_batches(levels(lab.config()), 40, 5, 0)])
+    tasks = [one.task.name for one in levels(lab.config())]
+    for way in ("per prompt", "per token"):
+        by_task = {row[1]: row for row in outcome.sheet.rows if row[2] == way and row[3] == f"{adaptive.SHOWN:g}"}
+        whole_mix = by_task.pop("all")
+        assert list(by_task) == list(dict.fromkeys(tasks)), "linear, sparse and noisy"
+        shares = [sum(tasks[i] == task for i in level.tolist()) / 40 for task in by_task]
+        for place in range(4, 8):  # loops and errors of the tasks add up to those of the mix
+            assert sum(share * row[place] for share, row in zip(shares, by_task.values(), strict=True)) == pytest.approx(
+                whole_mix[place]
+            )
+    wins = [sum(row[5] < row[6] for row in of_all if row[2] == way) for way in ("per prompt", "per token")]
     found = [claim.measured for claim in outcome.claims if "same mean" in claim.text]
     assert found == [f"at {n} of 5" for n in wins]

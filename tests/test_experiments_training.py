@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -308,6 +309,41 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, 
     assert not (tmp_path / "model").exists()
 
 
+def test_a_run_that_ends_while_it_explodes_is_no_good_one(tmp_path, monkeypatch):
+    config = tiny(n_steps=12, save_every=4)
+    with monkeypatch.context() as patch:
+        explode_from(patch, 9, 1e4)
+        match = "was exploding when the run ended at step 12: for the last 3 of its steps.*last checkpoint: step 8"
+        with pytest.raises(FloatingPointError, match=match):
+            train(config, tmp_path, progress=False)
+    assert not (tmp_path / "model").exists()
+    assert checkpoint.load_training_state(tmp_path / "state.pt")["step"] == 8
+    note = json.loads((tmp_path / "diverged.json").read_text())
+    assert (note["step"], note["checkpoint"]) == (12, 8)
+    with pytest.raises(FloatingPointError, match="was exploding"):
+        train(config, tmp_path, resume=True, progress=False)
+
+
+def test_an_interrupt_while_it_explodes_names_the_step_that_is_kept(tmp_path, monkeypatch):
+    config = tiny(n_steps=12, save_every=4)
+    with monkeypatch.context() as patch:
+        explode_from(patch, 9, 1e4)
+        advance = Run.advance
+
+        def interrupted(self):
+            if self.step == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+            return advance(self)
+
+        patch.setattr(Run, "advance", interrupted)
+        match = r"stopped at step 11 while its loss explodes, which is not kept \(the checkpoint of step 8 is whole"
+        with pytest.raises(KeyboardInterrupt, match=match):
+            train(config, tmp_path / "cut", progress=False)
+    assert checkpoint.load_training_state(tmp_path / "cut" / "state.pt")["step"] == 8
+    resumed = train(config, tmp_path / "cut", resume=True, progress=False)  # this time it does not explode
+    assert torch.equal(weights(resumed), weights(train(config, tmp_path / "whole", progress=False)))
+
+
 def test_spikes_are_no_divergence(tmp_path, monkeypatch):
     calls = []
 
@@ -334,3 +370,25 @@ def test_the_device_script_runs_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "step 3 of 3 after" in done.stdout
     assert (tmp_path / "run" / "evaluation" / "evaluation.json").exists()
+
+
+def test_the_device_script_says_when_no_step_was_logged_yet(tmp_path):
+    """Stopped before step 20, a run has an empty log."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+if [ "$1" = -m ] && [ "$3" = train ]; then
+    mkdir -p {tmp_path}/run && echo '{{"n_steps": 500000, "task": "linear_regression"}}' > {tmp_path}/run/train.json
+    : > {tmp_path}/run/log.jsonl
+    exit 124
+fi
+exec {sys.executable} "$@"
+"""
+    )
+    python.chmod(0o755)
+    script = Path(__file__).parents[1] / "benches" / "train_device.sh"
+    environment = os.environ | {"PYTHON": str(python)}
+    done = subprocess.run(["bash", str(script), str(tmp_path / "run"), "5"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no step of 500,000 is logged yet" in done.stdout
+    assert "run the same command again" in done.stdout

@@ -4,7 +4,9 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import urllib.request
+from http.client import IncompleteRead
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import torch
 
 import looped
 from looped.experiments import Lab, run_experiment
+from looped.experiments import tabular as experiment
 from looped.experiments.tabular import run_without
 from looped.icl import tabular
+from looped.icl.curves import RunningCurve
 from looped.icl.tabular import (
     CACHE,
     Table,
@@ -122,6 +126,16 @@ def test_queries_are_rows_asked_once_among_others():
     assert len(torch.cat([b.ys for b in queries(table, 13, 5, n_queries=7, seed=3, batch_size=5)])) == 7
 
 
+def test_a_row_is_asked_again_with_other_examples():
+    table = load_tables()[1]
+    once = list(queries(table, 13, 5, n_queries=7, seed=3, batch_size=5))
+    batches = list(queries(table, 13, 5, n_queries=7, seed=3, batch_size=5, n_repeats=3))
+    assert [len(b.ys) for b in batches] == [15, 6]
+    xs = torch.cat([b.xs for b in batches]).reshape(7, 3, 5, 13)
+    assert torch.equal(xs[:, :, -1], torch.cat([b.xs for b in once])[:, None, -1].expand(7, 3, 13))
+    assert not torch.equal(xs[:, 0, :-1], xs[:, 1, :-1])
+
+
 def test_wrong_uses_are_named(tmp_path):
     with pytest.raises(ValueError, match="leave_out='iri' is none of the tables breast_cancer"):
         TabularTask(10, leave_out="iri")
@@ -223,6 +237,53 @@ def test_the_list_is_downloaded_once_and_its_tables_fetched(cache, monkeypatch):
     assert asked[0].startswith("https://www.openml.org/api/v1/json/data/list/status/active")
 
 
+BROKEN = [b'{"data": {"dataset": [{"did": 7, "na', b'{"error": "busy"}', b"[]", b"<html>", IncompleteRead(b"{")]
+
+
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_broken_answer_is_not_kept(cache, monkeypatch, content):
+    write_cached(cache, 7, "good", 1000)
+    write_cached(cache, 12, "wide", 1200)
+    answers = [content, json.dumps({"data": {"dataset": [entry(12), entry(7)]}}).encode()]
+
+    class Answer(io.BytesIO):
+        def read(self):
+            if isinstance(content, Exception) and len(answers) == 1:
+                raise content
+            return super().read()
+
+    def answer(url, timeout):
+        now = answers.pop(0)
+        return Answer(b"" if isinstance(now, Exception) else now)
+
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    monkeypatch.setattr("sklearn.datasets.get_data_home", lambda: str(cache))
+    kept = cache / "openml" / "looped_list.json"
+    with pytest.raises(OSError, match="did not answer with a list of tables"):
+        load_tables("openml")
+    assert not kept.exists()
+    assert [table.name for table in load_tables("openml")] == ["good", "wide"]
+    if isinstance(content, bytes):  # and what an older version kept is downloaded again
+        load_tables.cache_clear()
+        whole = kept.read_bytes()
+        kept.write_bytes(content)
+        answers.append(whole)
+        assert [table.name for table in load_tables("openml")] == ["good", "wide"]
+        assert kept.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_half_of_a_list(cache, monkeypatch):
+    def full(descriptor):
+        raise OSError("disk full")
+
+    content = json.dumps({"data": {"dataset": [entry(12), entry(7)]}}).encode()
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(content))
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        tabular._listed(cache)
+    assert list((cache / "openml").iterdir()) == []
+
+
 def entry(did, name=None, **changes):
     values = dict(numeric=6, features=7, rows=3000, minority=1400, majority=1600, missing=0) | changes
     names = ("NumberOfNumericFeatures", "NumberOfFeatures", "NumberOfInstances", "MinorityClassSize", "MajorityClassSize")
@@ -279,17 +340,57 @@ def test_tables_are_trained_on_as_classes(tmp_path):
     assert sum(p.numel() for p in model.parameters()) == 847_873 + 257  # one more logit
 
 
+def copies_the_last_label(config):
+    """A model whose last token attends to the one before it, the last label, and answers with that.
+
+    Channels: 0 .. n - 1 say the position, the next one holds a token's label as -1 or 1, and the last one the copy.
+    """
+    model = looped.LoopedTransformer(config)
+    n, head_dim = 2 * 5 - 1, config.d_model // config.n_heads
+    q, k, v = 0, config.d_model, 2 * config.d_model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        model.read_in.weight[n, 0], model.read_in.bias[n] = 2.0, -1.0
+        attention = model.core[0].attn
+        assert n < head_dim
+        for t in range(n):
+            model.positions.weight[t, t] = 10.0
+            attention.qkv.weight[q + t, t] = 3.0
+            if t + 1 < n:
+                attention.qkv.weight[k + t + 1, t] = 3.0
+        attention.qkv.weight[v, n] = 1.0
+        attention.proj.weight[-1, 0] = 10.0
+        model.read_out.weight[1, -1] = 1.0
+    return model
+
+
 def test_accuracy_of_a_model_that_copies_the_last_label(tmp_path, monkeypatch):
     monkeypatch.setattr(tabular, "_bundled", lambda: _easy())
+    monkeypatch.setitem(experiment.REPEATS, "tiny", 3)
     load_tables.cache_clear()
-    outcome = run_experiment("tabular", Lab("tiny", tmp_path, n_steps=12, progress=False))
+    tables, config = load_tables(), Lab("tiny", tmp_path).config("tabular")
+    looped.save_model(copies_the_last_label(config.model), tmp_path / "copies")
+    given = {f"tabular_bundled_without_{name}": str(tmp_path / "copies") for name in "ab"}
+    outcome = run_experiment("tabular", Lab("tiny", tmp_path, given=given, n_steps=12, n_prompts=50, progress=False))
     load_tables.cache_clear()
     rows = {row[0]: row for row in outcome.sheet.rows}
     assert set(rows) == {"a", "b"}
     assert rows["a"][-1] > 0.95, "ridge separates what is separable"
     assert rows["a"][3] == 0.5
     assert all(0 <= cell <= 1 for cell in rows["b"][4:])
-    assert [claim.holds for claim in outcome.claims] != [None]
+    line = next(line for line in outcome.panels[0].lines if line.label == "looped")
+    for i, table in enumerate(tables):
+        (pairs,) = queries(table, 2, 5, n_queries=50, seed=0, batch_size=128, n_repeats=3)
+        is_right = (pairs.ys[:, -2] == pairs.ys[:, -1]).double()
+        assert 0.3 < is_right.mean() < 0.7
+        assert rows[table.name][4] == pytest.approx(is_right.mean().item())
+        by_row = RunningCurve()  # 50 rows, each with the share of its repeats: not 150 prompts
+        by_row.add(is_right.reshape(50, 3).mean(dim=1, keepdim=True))
+        expected = by_row.curve()
+        assert (line.curve.n_prompts, line.curve.low[i], line.curve.high[i]) == (50, expected.low[0], expected.high[0])
+    n_better = sum(row[4] >= row[5] for row in rows.values())
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [(f"{n_better} of 2", n_better == 2)]
 
 
 def _easy():

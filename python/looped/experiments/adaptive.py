@@ -1,11 +1,12 @@
-"""The paper's future work: prompts of mixed difficulty in one batch, each (or each token) looped until it rests.
+"""The paper's future work: tasks of mixed difficulty in one batch, each prompt (or each token) looped until it rests.
 
-Held against the same number of loops for all: what of the accuracy of many loops is kept for the same mean cost?
+Held against the same number of loops for all: what of the accuracy of many loops is kept for the same mean cost? Linear and
+sparse models are studied, and models of trees and ReLU networks where they are given, bundled or trained already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,33 +14,48 @@ import torch
 from torch import Tensor
 
 from looped.exits import Contraction, Fixed
-from looped.experiments.lab import Lab
+from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import BATCH, joined, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.curves import Curve, RunningCurve
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
-from looped.icl.tasks import LinearRegression, Pairs, SparseLinearRegression, Task
+from looped.icl.tasks import (
+    DecisionTree,
+    LinearRegression,
+    NoisyLinearRegression,
+    Pairs,
+    ReLURegression,
+    SparseLinearRegression,
+    Task,
+)
 from looped.model import LoopedTransformer
 from looped.train import TrainConfig
+
+TRAINED = ("linear_regression", "sparse_linear_regression")
+OPTIONAL = ("decision_tree", "relu_2nn_regression")
 
 TOLERANCES = (0.3, 0.1, 3e-2, 1e-2, 3e-3)
 SHOWN = 3e-3  # whose loops are shown by difficulty: the default of looped eval
 REACH = 5  # times the trained loops, at most
+NOISES = (0.05, 0.1)  # standard deviations; with more, what the noise leaves would hide what the loops do
 
 
 @dataclass(frozen=True)
 class Level:
-    """Prompts of one difficulty: a task, of whose dimensions n_live are in use."""
+    """Prompts of one task and difficulty; family: of what the difficulty is a number. n_live: the dimensions in use."""
 
     family: str
-    difficulty: int
+    difficulty: float
     task: Task
     n_live: int
 
     @property
     def variance(self) -> float:
-        return float(self.task.error_scale if isinstance(self.task, SparseLinearRegression) else self.n_live)
+        """Of y, its noise included."""
+        if isinstance(self.task, LinearRegression) and not isinstance(self.task, SparseLinearRegression):
+            return self.n_live + self.task.noise_std**2
+        return float(self.task.error_scale)
 
 
 class Mixed(NamedTuple):
@@ -50,15 +66,27 @@ class Mixed(NamedTuple):
     variance: Tensor
 
 
-def levels(name: str, config: TrainConfig) -> list[Level]:
-    """What a model has been trained to do, from easy to hard: live dimensions, and non-zero weights."""
-    n_dims = config.dims.end
+def levels(config: TrainConfig) -> list[Level]:
+    """What a model can be asked after its training, task by task from easy to hard.
+
+    Linear: linear functions of more and more live dimensions, sparse ones of more and more non-zero weights, noisy ones with
+    more and more noise on every y (the one asked for too, so that their error has a floor). Sparse: the same, the linear and
+    noisy ones with no more live dimensions than its own non-zero weights. Trees: of growing depth. Networks: of more and more
+    hidden units.
+    """
+    own, n_dims = config.make_task(), config.dims.end
+    if isinstance(own, DecisionTree):
+        return [Level("depth", k, DecisionTree(n_dims, depth=k), n_dims) for k in range(1, own.depth + 1)]
+    if isinstance(own, ReLURegression):
+        sizes = sorted({max(1, own.hidden // part) for part in (8, 4, 2, 1)})
+        return [Level("hidden units", k, ReLURegression(n_dims, hidden=k), n_dims) for k in sizes]
+    first, last = (1, own.sparsity) if isinstance(own, SparseLinearRegression) else (config.dims.start, n_dims)
     sparse = sorted({1, max(1, n_dims // 4), max(1, n_dims // 2)})
-    by_sparsity = [Level("non-zero weights", s, SparseLinearRegression(n_dims, sparsity=s), n_dims) for s in sparse]
-    if name == "sparse_linear_regression":
-        return by_sparsity
-    by_dims = [Level("dimensions", d, LinearRegression(n_dims), d) for d in range(config.dims.start, n_dims + 1)]
-    return by_dims + by_sparsity
+    return [
+        *(Level("dimensions", d, LinearRegression(n_dims), d) for d in range(first, last + 1)),
+        *(Level("non-zero weights", s, SparseLinearRegression(n_dims, sparsity=s), n_dims) for s in sparse),
+        *(Level("noise", std, NoisyLinearRegression(n_dims, std=std), last) for std in NOISES),
+    ]
 
 
 def mixed_batches(some: list[Level], n_prompts: int, n_points: int, seed: int) -> Iterator[Mixed]:
@@ -105,15 +133,25 @@ def used_loops(predictor: LoopedPredictor, batches: Iterable[Mixed], exit: Contr
     return Used(torch.cat(loops), torch.cat(errors))
 
 
+def over_models(some: Sequence[Used]) -> Used:
+    """The means over models, prompt by prompt."""
+    return Used(torch.stack([one.loops for one in some]).mean(dim=0), torch.stack([one.error for one in some]).mean(dim=0))
+
+
+def runs(lab: Lab) -> dict[str, Run]:
+    """The models, by task."""
+    return {task: (task, lab.config(task)) for task in (*TRAINED, *OPTIONAL)}
+
+
 def run(lab: Lab) -> Outcome:
     panels: list[Panel] = []
     rows: list[list[Cell]] = []
     claims: list[Claim] = []
-    for name in ("linear_regression", "sparse_linear_regression"):
-        config = lab.config(name)
-        for model in lab.models(name, config)[:1]:
-            _study(lab, name, config, model, panels, rows, claims)
-    columns = ["model", "loops", "tol", "mean loops", "error", "same loops for all", "all loops", "kept", "kept, same for all"]
+    for name, config in runs(lab).values():
+        if models := lab.models(name, config, optional=name in OPTIONAL):
+            _study(lab, name, config, models, panels, rows, claims)
+    columns = ["model", "task", "loops", "tol", "mean loops", "error", "same loops for all", "all loops"]
+    columns += ["kept", "kept, same for all"]
     title = "squared error / variance of y with all examples, by how loops are given; kept: error of all loops / error"
     settings = dict(tolerances=list(TOLERANCES), reach=REACH, on_stall="exit")
     return Outcome("adaptive", "section 7, future work", lab.preset, settings, panels, Sheet(title, columns, rows), claims)
@@ -123,44 +161,61 @@ def _study(
     lab: Lab,
     name: str,
     config: TrainConfig,
-    model: LoopedTransformer,
+    models: Sequence[LoopedTransformer],
     panels: list[Panel],
     rows: list[list[Cell]],
     claims: list[Claim],
 ) -> None:
-    some, cap = levels(name, config), REACH * model.config.n_loops
-    predictor = LoopedPredictor(model, n_loops=cap)
+    some, cap = levels(config), REACH * models[0].config.n_loops
+    predictors = [LoopedPredictor(model, n_loops=cap) for model in models]
 
     def batches() -> Iterator[Mixed]:
         return mixed_batches(some, lab.n_prompts, config.points.end, lab.seed)
 
-    every = fixed_errors(predictor, batches())
-    by_loop, whole = every.mean(dim=0), float(every[:, -1].mean())
+    by_model = [fixed_errors(predictor, batches()) for predictor in predictors]
+    every = torch.stack(by_model).mean(dim=0)
     ways = {"per prompt": "prompt", "per token": "prefix"}
     points: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     level = torch.cat([mixed.level for mixed in batches()])
+    parts = {"all": torch.ones_like(level, dtype=torch.bool)} | _by_task(some, level)
     for way, scope in ways.items():
         wins = 0
         for tol in TOLERANCES:
-            used = used_loops(predictor, batches(), Contraction(tol=tol, scope=scope))
-            mean, error = float(used.loops.mean()), float(used.error.mean())
-            same = float(by_loop[min(cap, max(1, round(mean))) - 1])
-            points[way].append((mean, error))
-            wins += error < same
-            rows.append([name, way, f"{tol:g}", mean, error, same, whole, whole / error, whole / same])
+            each = [used_loops(predictor, batches(), Contraction(tol=tol, scope=scope)) for predictor in predictors]
+            used = over_models(each)
+            # as many loops for every prompt as each model used in the mean
+            same = over_models([Used(one.loops, _at(errors, one)) for errors, one in zip(by_model, each, strict=True)]).error
+            for task, own in parts.items():
+                if task == "all" or tol == SHOWN:
+                    means = [float(x[own].mean()) for x in (used.loops, used.error, same, every[:, -1])]
+                    rows.append([name, task, way, f"{tol:g}", *means, means[3] / means[1], means[3] / means[2]])
+            points[way].append((float(used.loops.mean()), float(used.error.mean())))
+            wins += float(used.error.mean()) < float(same.mean())
             if tol == SHOWN and way == "per prompt":
                 panels.append(_by_difficulty(name, some, level, used))
                 claims += _claims(name, some, level, used)
         title = name.replace("_", " ")
         text = f"{title}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
         claims.append(Claim("future work", text, f"at {wins} of {len(TOLERANCES)}", 2 * wins > len(TOLERANCES)))
-    xs = range(1, cap + 1)
-    lines = [Line("same loops for all", xs, _curve(every), "baseline")]
+    by_seed = [errors.mean(dim=0).tolist() for errors in by_model] if len(by_model) > 1 else []
+    lines = [Line("same loops for all", range(1, cap + 1), _curve(every), "baseline", by_seed)]
     for way, found in points.items():
         ordered = sorted(found)
         lines.append(Line(way, [mean for mean, _ in ordered], single([error for _, error in ordered], lab.n_prompts)))
     title = f"{name.replace('_', ' ')}, mixed: error against mean loops"
     panels.append(Panel(title, "loops, mean over prompts (tokens)", "squared error / variance of y", lines, "xy"))
+
+
+def _by_task(some: list[Level], level: Tensor) -> dict[str, Tensor]:
+    """Which prompts are of each task, bool [B]; tasks without prompts are left out."""
+    tasks = dict.fromkeys(one.task.name for one in some)
+    found = {name: torch.tensor([one.task.name == name for one in some])[level] for name in tasks}
+    return {name: own for name, own in found.items() if own.any()}
+
+
+def _at(errors: Tensor, used: Used) -> Tensor:
+    """Of errors by loops [B, L], those after the mean of the loops used, [B]."""
+    return errors[:, min(errors.shape[1], max(1, round(float(used.loops.mean())))) - 1]
 
 
 def _curve(rows: Tensor) -> Curve:
@@ -191,6 +246,6 @@ def _claims(name: str, some: list[Level], level: Tensor, used: Used) -> list[Cla
         means = [float(used.loops[level == i].mean()) for i, _ in own]
         holds = means == sorted(means) and means[-1] > 1.05 * means[0] if len(means) > 1 else None
         text = f"{title}: harder prompts ({family}) take more loops (here: each, and the hardest by 5 %)"
-        measured = ", ".join(f"{one.difficulty}: {mean:.1f}" for (_, one), mean in zip(own, means, strict=True))
+        measured = ", ".join(f"{one.difficulty:g}: {mean:.1f}" for (_, one), mean in zip(own, means, strict=True))
         claims.append(Claim("future work", text, measured, holds))
     return claims

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from looped.experiments.lab import Lab, n_parameters
+from looped.experiments.lab import Lab, Run, n_parameters
 from looped.experiments.loops_and_window import published_run, settled_at
 from looped.experiments.measure import Measured, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
-from looped.train import TrainConfig
 
 TASK = "linear_regression"
 REACH = 3  # times the trained loops
@@ -20,7 +19,7 @@ VALUES: dict[str, dict[str, tuple[int, ...]]] = {  # by preset and field of the 
 TITLES = {"n_core": "layers in the loop", "d_model": "width", "n_heads": "heads"}
 
 
-def run_with(lab: Lab, field: str, value: int) -> tuple[str, TrainConfig]:
+def run_with(lab: Lab, field: str, value: int) -> Run:
     """The published run with one field of the model changed, under the plain name where that is its own value."""
     own = lab.config(TASK)
     name, config = published_run(lab, TASK, own.model.n_loops, own.window)
@@ -28,7 +27,13 @@ def run_with(lab: Lab, field: str, value: int) -> tuple[str, TrainConfig]:
     return (name, config) if model == config.model else (f"{name}_{field}{value}", dataclasses.replace(config, model=model))
 
 
+def runs(lab: Lab) -> dict[tuple[str, int], Run]:
+    """The models, by field and value."""
+    return {(field, value): run_with(lab, field, value) for field, values in VALUES[lab.preset].items() for value in values}
+
+
 def run(lab: Lab) -> Outcome:
+    wanted = runs(lab)
     found: dict[str, dict[int, Measured]] = {}
     rows: list[list[Cell]] = []
     panels: list[Panel] = []
@@ -36,7 +41,7 @@ def run(lab: Lab) -> Outcome:
     for field, values in VALUES[lab.preset].items():
         found[field] = {}
         for value in values:
-            name, config = run_with(lab, field, value)
+            name, config = wanted[field, value]
             models, task = lab.models(name, config), config.make_task()
             if not models:
                 continue

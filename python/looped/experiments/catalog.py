@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 import importlib
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from looped.experiments.lab import Lab
 from looped.experiments.outcome import Outcome
+from looped.train import TrainConfig
 
 
 class Entry(NamedTuple):
@@ -35,14 +35,27 @@ EXPERIMENTS: dict[str, Entry] = {
 }
 
 
-def run_experiment(name: str, lab: Lab) -> Outcome:
-    """Run one and return its outcome; nothing is written but the models it trains. Raises ValueError for an unknown name."""
+def models_of(name: str, lab: Lab) -> dict[str, TrainConfig]:
+    """The models that an experiment asks the lab for, by name, in order. Nothing is trained.
+
+    Raises ValueError for an unknown experiment, for tables (`lab.data`) where none are read, and for given models that it does
+    not ask for or that do not fit.
+    """
     if name not in EXPERIMENTS:
         nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown experiment {name!r}; did you mean {nearest!r}? (of {', '.join(EXPERIMENTS)})")
+    if lab.data != "bundled" and name != "tabular":
+        raise ValueError(f"{name} reads no tables, and data={lab.data!r} is for the experiment tabular; leave it out")
+    wanted = dict(_module(name).runs(lab).values())
+    lab.check(name, wanted)
+    return wanted
+
+
+def run_experiment(name: str, lab: Lab) -> Outcome:
+    """Run one and return its outcome; nothing is written but the models it trains. Raises as `models_of`, before all else."""
+    models_of(name, lab)
     begin = time.perf_counter()
-    run: Callable[[Lab], Outcome] = importlib.import_module(f"looped.experiments.{EXPERIMENTS[name].module}").run
-    outcome = run(lab)
+    outcome: Outcome = _module(name).run(lab)
     settings = {"n_prompts": lab.n_prompts, "seed": lab.seed, "seeds": list(lab.seeds), "device": lab.device}
     return dataclasses.replace(
         outcome,
@@ -51,3 +64,8 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
         notes=[*lab.notes, *outcome.notes],
         seconds=time.perf_counter() - begin,
     )
+
+
+def _module(name: str) -> Any:
+    """An experiment's module: `runs(lab)`, the models by what it needs them for, and `run(lab)`."""
+    return importlib.import_module(f"looped.experiments.{EXPERIMENTS[name].module}")

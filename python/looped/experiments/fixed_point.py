@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 
-from looped.experiments.lab import Lab, n_parameters
-from looped.experiments.measure import Measured, by_examples, by_loops, fresh, line, measure, of_baseline
+from looped.experiments.lab import Lab, Run, n_parameters
+from looped.experiments.measure import Measured, by_examples, by_loops, fresh, kind_of, line, measure, of_baseline
 from looped.experiments.outcome import Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 
 REACH = 5  # times the trained loops
 Y = "squared error / variance of y"
-KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}
+
+
+def runs(lab: Lab) -> dict[str, Run]:
+    """The models, by kind."""
+    return {
+        "looped": ("linear_regression", lab.config()),
+        "tied": ("linear_regression_tied", lab.config(tied=True)),
+        "unlooped": ("linear_regression_unlooped", lab.config(unlooped=True)),
+    }
 
 
 def run(lab: Lab) -> Outcome:
     config = lab.config()
-    models = {
-        "looped": lab.models("linear_regression", config),
-        "tied": lab.models("linear_regression_tied", lab.config(tied=True)),
-        "unlooped": lab.models("linear_regression_unlooped", lab.config(unlooped=True)),
-    }
+    models = {kind: lab.models(*wanted) for kind, wanted in runs(lab).items()}
     task, n_points = config.make_task(), config.points.end
     n_loops = models["looped"][0].config.n_loops if models["looped"] else config.model.n_loops
     prompts = dict(n_prompts=lab.n_prompts, n_points=n_points, seed=lab.seed)
@@ -29,7 +33,7 @@ def run(lab: Lab) -> Outcome:
     ways = {kind: by_examples(found, task) for kind, found in models.items()}
     examples = measure(fresh(task, **prompts), ways | {"least squares": of_baseline(LeastSquares(), task)})
     xs = range(1, REACH * n_loops + 1)
-    lines = [line(kind, xs, found, KINDS[kind]) for kind, found in loops.items()]
+    lines = [line(kind, xs, found, kind_of(kind)) for kind, found in loops.items()]
     panels = [
         Panel(
             f"error at {n_points - 1} examples",
@@ -43,7 +47,7 @@ def run(lab: Lab) -> Outcome:
             f"error at the trained {n_loops} loops",
             "examples in the prompt",
             Y,
-            [line(name, range(n_points), found, KINDS.get(name, "baseline")) for name, found in examples.items()],
+            [line(name, range(n_points), found, kind_of(name)) for name, found in examples.items()],
             marks=[(task.n_dims, "as many examples\nas dimensions")],
         ),
     ]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
-from looped.train import Ramp, TrainConfig, preset, train
+from looped.train import Ramp, TrainConfig, preset, train, usable_device
 from looped.train.divergence import why_diverged
 
 log = logging.getLogger(__name__)
@@ -26,6 +25,8 @@ TINY: dict[str, Any] = dict(n_steps=2000, batch_size=64, lr=3e-3, warmup_steps=1
 TINY_WIDTH, TINY_DIMS = 32, Ramp(1, 2, 1, 600)
 SEED = 42
 
+Run = tuple[str, TrainConfig]  # a model's name, and how it is trained
+
 
 @dataclass
 class Lab:
@@ -35,8 +36,11 @@ class Lab:
     written to; experiments with the same `out` share models. given: models by name, each a folder of `save_model` or the name
     of a bundled one. may_train: train what is missing; else it is left out with a note. resume: go on with trainings that were
     stopped. seeds: every model is trained once for each. n_prompts: of each measurement; default by the preset. seed: of these.
-    n_steps: of every training; default the experiment's own. device: where to train and evaluate. data: where real tables come
-    from, a source of `looped.icl.tabular`.
+    n_steps: of every training, in folders of their own; default the experiment's own. device: where to train and evaluate.
+    data: where real tables come from, a source of `looped.icl.tabular`.
+
+    Raises ValueError, before anything is trained, for a setting that is not allowed, and what `load_model` raises for a given
+    model that cannot be read.
     """
 
     preset: str
@@ -53,18 +57,21 @@ class Lab:
     progress: bool = True
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    loaded: dict[str, LoopedTransformer] = field(init=False, repr=False, default_factory=dict)  # those that were given
 
     def __post_init__(self) -> None:
         if self.preset not in N_PROMPTS:
             raise ValueError(f"Lab: preset={self.preset!r} is not one of {', '.join(N_PROMPTS)}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"Lab: seeds={list(self.seeds)} must be one or more, each once")
-        try:
-            torch.zeros(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"Lab: device={self.device!r} does not work here ({str(error).splitlines()[0]}); use cpu"
-            ) from None
+        for name, seed in (("seed", self.seed), *(("seeds", one) for one in self.seeds)):
+            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+                raise ValueError(f"Lab: {name}={seed!r} must be an integer in 0 .. 2^32 - 1")
+        for name in ("n_prompts", "n_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Lab: {name}={getattr(self, name)} must be 1 or more, or 0 for the default")
+        usable_device(self.device)
+        self.loaded = {name: _load(name, source) for name, source in self.given.items()}
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
 
     def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
@@ -75,29 +82,58 @@ class Lab:
         config = preset("tiny", task, **(TINY | dims | changes))
         return dataclasses.replace(config, model=config.model.replace(d_model=TINY_WIDTH))
 
-    def models(self, name: str, config: TrainConfig) -> list[LoopedTransformer]:
+    def check(self, experiment: str, wanted: Mapping[str, TrainConfig]) -> None:
+        """Raises ValueError for a given model that the experiment does not ask for, or that does not fit what it asks for."""
+        for name in self.given:
+            if name not in wanted:
+                nearest = difflib.get_close_matches(name, wanted, n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"{experiment} uses no model {name!r}; did you mean {nearest!r}? "
+                    f"(looped experiment {experiment} --preset {self.preset} --list names all {len(wanted)})"
+                )
+            self._check_fit(name, wanted[name])
+
+    def models(self, name: str, config: TrainConfig, *, optional: bool = False) -> list[LoopedTransformer]:
         """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
 
-        Empty where there is none: not trained, as asked, or diverged; a note then says so. Raises ValueError for a given model
-        of other dimensions than the task's, and for a run of another configuration in the folder.
+        Empty where there is none: not trained, as asked, or diverged; a note then says so. optional: take what is there, and
+        neither train nor note what is not. Raises ValueError for a given model of other dimensions than the task's, and for a
+        run of another configuration in the folder.
         """
         if name in self.given:
-            return [self._given(name, config)]
+            self._check_fit(name, config)
+            self._note_model(name, self.loaded[name], f"given: {self.given[name]}")
+            return [self.loaded[name].to(self.device)]
+        found = [self._one(name, own, optional) for own in self._by_seed(config)]
+        return [model.to(self.device) for model in found if model is not None]
+
+    def inventory(self, wanted: Iterable[Run]) -> list[tuple[str, int | None, str | None]]:
+        """Of each model, for each seed: its label, its steps (None of a given one), and where it comes from (None: nowhere
+        yet). Trains nothing."""
+        rows: list[tuple[str, int | None, str | None]] = []
+        for name, config in wanted:
+            if name in self.given:
+                rows.append((name, None, f"given: {self.given[name]}"))
+                continue
+            for own in self._by_seed(config):
+                place = self._place(name, own)
+                diverged = why_diverged(own, self.run_folder(name, own.seed)) is not None
+                rows.append((_label(name, own.seed), own.n_steps, place[0] if place else "diverged" if diverged else None))
+        return rows
+
+    def run_folder(self, name: str, seed: int) -> Path:
+        """Where a model of this name and seed is trained. A run of other steps than its own does not stand in its way."""
+        steps = f"_steps_{self.n_steps}" if self.n_steps else ""
+        return self.out / "models" / (name + steps + (f"_seed_{seed}" if seed != SEED else ""))
+
+    def _by_seed(self, config: TrainConfig) -> list[TrainConfig]:
         if self.n_steps:
             save_every = max(config.save_every, self.n_steps // 10)
             config = dataclasses.replace(config, n_steps=self.n_steps, save_every=save_every)
-        found = [self._one(name, dataclasses.replace(config, seed=seed)) for seed in self.seeds]
-        return [model.to(self.device) for model in found if model is not None]
+        return [dataclasses.replace(config, seed=seed) for seed in self.seeds]
 
-    def run_folder(self, name: str, seed: int) -> Path:
-        """Where a model of this name and seed is trained."""
-        return self.out / "models" / (name if seed == SEED else f"{name}_seed_{seed}")
-
-    def _given(self, name: str, config: TrainConfig) -> LoopedTransformer:
-        source = self.given[name]
-        model = load_model(bundled_models().get(source, source)) if not Path(source).exists() else load_model(source)
-        model = model.float()
-        wanted, has = config.model, model.config
+    def _check_fit(self, name: str, config: TrainConfig) -> None:
+        source, wanted, has = self.given[name], config.model, self.loaded[name].config
         for field_name in ("n_dims", "readout", "read_stride", "mask_kind"):
             if getattr(wanted, field_name) != getattr(has, field_name):
                 raise ValueError(
@@ -109,16 +145,23 @@ class Lab:
                 f"experiment: the model {source} for {name} has {has.n_positions} positions, and preset {self.preset} needs "
                 f"{2 * config.points.end - 1}; give another model or preset"
             )
-        self._note_model(name, model, f"given: {source}")
-        return model.to(self.device)
 
-    def _one(self, name: str, config: TrainConfig) -> LoopedTransformer | None:
-        folder, label = self.run_folder(name, config.seed), name if config.seed == SEED else f"{name}, seed {config.seed}"
+    def _place(self, name: str, config: TrainConfig) -> tuple[str, Path] | None:
+        """Where a model of this very configuration is, in words and as a folder."""
+        folder = self.run_folder(name, config.seed)
         if (folder / "model").exists() and _is_run_of(folder / "train.json", config):
-            return self._note_model(label, load_model(folder / "model"), f"trained: {folder.name}", config)
+            return f"trained: {folder.name}", folder / "model"
         for bundled, place in bundled_models().items():
             if _is_run_of(Path(place) / "train.json", config):
-                return self._note_model(label, load_model(place), f"bundled: {bundled}", config)
+                return f"bundled: {bundled}", Path(place)
+        return None
+
+    def _one(self, name: str, config: TrainConfig, optional: bool) -> LoopedTransformer | None:
+        folder, label = self.run_folder(name, config.seed), _label(name, config.seed)
+        if place := self._place(name, config):
+            return self._note_model(label, load_model(place[1]), place[0], config)
+        if optional:
+            return None
         if not self.may_train:
             self.notes.append(f"{label} is left out: it is neither given, bundled nor trained in {self.out / 'models'}")
             return None
@@ -153,6 +196,21 @@ class Lab:
 
 def n_parameters(model: LoopedTransformer) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _label(name: str, seed: int) -> str:
+    return name if seed == SEED else f"{name}, seed {seed}"
+
+
+def _load(name: str, source: str) -> LoopedTransformer:
+    if source and Path(source).exists():
+        return load_model(source).float()
+    known = bundled_models()
+    if source not in known:
+        raise ValueError(
+            f"Lab: the model {source!r} for {name} is neither a folder nor a bundled model ({', '.join(known)}); check the path"
+        )
+    return load_model(known[source]).float()
 
 
 def _is_run_of(path: Path, config: TrainConfig) -> bool:

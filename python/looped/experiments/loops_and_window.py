@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from looped.experiments.lab import Lab
+from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import Measured, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
-from looped.train import Ramp, TrainConfig
+from looped.train import Ramp
 
 REACH = 5  # times the trained loops
 DIVERGES = 2.0  # times the error at the trained loops
@@ -37,7 +37,7 @@ GRIDS = {
 STEPS = {"tiny": 2000, "small": 8000, "paper": 500_000}
 
 
-def published_run(lab: Lab, task: str, n_loops: int, window: int) -> tuple[str, TrainConfig]:
+def published_run(lab: Lab, task: str, n_loops: int, window: int) -> Run:
     """A run by the published recipe (no loss but the window's, no loops beyond b), with its name: the task's where that is the
     preset's own run."""
     own = lab.config(task)
@@ -53,26 +53,38 @@ def published_run(lab: Lab, task: str, n_loops: int, window: int) -> tuple[str, 
     return task if config == own else f"{task}_b{n_loops}_T{window}", config
 
 
+def runs(lab: Lab) -> dict[tuple[str, int, int], Run]:
+    """The models, by task, b and T."""
+    return {
+        (task, n_loops, window): published_run(lab, task, n_loops, window)
+        for task, grid in GRIDS[lab.preset].items()
+        for window in grid.windows
+        for n_loops in grid.loops
+        if n_loops >= window
+    }
+
+
 def run(lab: Lab) -> Outcome:
+    wanted = runs(lab)
     panels: list[Panel] = []
     rows: list[list[Cell]] = []
     claims: list[Claim] = []
     for name, grid in GRIDS[lab.preset].items():
         found: dict[tuple[int, int], Measured] = {}
         lines: dict[int, list[Line]] = {window: [] for window in grid.windows}
-        for window in grid.windows:
-            for n_loops in (b for b in grid.loops if b >= window):
-                label, config = published_run(lab, name, n_loops, window)
-                models, task = lab.models(label, config), config.make_task()
-                if not models:
-                    reason = lab.used.get(label, {}).get("reason")
-                    rows.append([name, n_loops, window, *[None] * 5, f"training: {reason}" if reason else "not there"])
-                    continue
-                ways = {"looped": by_loops(models, task, REACH * n_loops)}
-                one = measure(fresh(task, lab.n_prompts, config.points.end, lab.seed), ways)["looped"]
-                found[n_loops, window] = one
-                lines[window].append(line(f"b={n_loops}", range(1, REACH * n_loops + 1), one))
-                rows.append([name, n_loops, window, *_row(one.curve.mean, n_loops)])
+        for (task_name, n_loops, window), (label, config) in wanted.items():
+            if task_name != name:
+                continue
+            models, task = lab.models(label, config), config.make_task()
+            if not models:
+                reason = lab.used.get(label, {}).get("reason")
+                rows.append([name, n_loops, window, *[None] * 5, f"training: {reason}" if reason else "not there"])
+                continue
+            ways = {"looped": by_loops(models, task, REACH * n_loops)}
+            one = measure(fresh(task, lab.n_prompts, config.points.end, lab.seed), ways)["looped"]
+            found[n_loops, window] = one
+            lines[window].append(line(f"b={n_loops}", range(1, REACH * n_loops + 1), one))
+            rows.append([name, n_loops, window, *_row(one.curve.mean, n_loops)])
         y = "squared error / variance of y, all examples"
         for window, some in lines.items():
             marks = [(b, f"b={b}") for b in grid.loops if b >= window]

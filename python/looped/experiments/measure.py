@@ -22,6 +22,7 @@ from looped.icl.tasks import Pairs, Task
 from looped.model import LoopedTransformer
 
 BATCH = 128
+KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}  # of a line, by the model's kind
 
 Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)
 Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
@@ -29,11 +30,15 @@ Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
 
 @dataclass(frozen=True)
 class Measured:
-    """A curve over prompts, each prompt's value being the mean over models (seeds); that of each model; the seconds taken."""
+    """A curve over prompts, each prompt's value being the mean over models (seeds); that of each model; the seconds taken.
+
+    first: the means over the first 128 prompts, which slow ways see alone, where the curve is over more.
+    """
 
     curve: Curve
     by_model: list[list[float]]
     seconds: float
+    first: Sequence[float] = ()
 
 
 def measure(
@@ -43,6 +48,7 @@ def measure(
     ways = {name: list(functions) for name, functions in ways.items() if functions}
     slow = set(slow)
     running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
+    first = {name: RunningCurve() for name in ways}
     seconds = dict.fromkeys(ways, 0.0)
     for pairs in prompts:
         for name, functions in ways.items():
@@ -53,11 +59,30 @@ def measure(
             begin = time.perf_counter()
             rows: list[Tensor] = [function(own).double().cpu() for function in functions]
             seconds[name] += time.perf_counter() - begin
-            for curve, one in zip(running[name], [torch.stack(rows).mean(dim=0), *rows], strict=True):
+            mean = torch.stack(rows).mean(dim=0)
+            for curve, one in zip(running[name], [mean, *rows], strict=True):
                 curve.add(one)
+            first[name].add(mean[: SLOW_PROMPTS - first[name].n_prompts])
     return {
-        name: Measured(first.curve(), [one.mean() for one in rest], seconds[name]) for name, (first, *rest) in running.items()
+        name: Measured(
+            curve.curve(),
+            [one.mean() for one in by_model],
+            seconds[name],
+            first[name].mean() if curve.n_prompts > SLOW_PROMPTS else (),
+        )
+        for name, (curve, *by_model) in running.items()
     }
+
+
+def on_shared(some: Sequence[Measured]) -> tuple[int, list[list[float]]]:
+    """The number of prompts that all of several have seen, and their means over these."""
+    n_shared = min(one.curve.n_prompts for one in some)
+    return n_shared, [one.curve.mean if one.curve.n_prompts == n_shared else list(one.first) for one in some]
+
+
+def kind_of(name: str) -> str:
+    """How the line of a model ("looped", "tied", "unlooped", "unlooped L=4") or of a baseline is drawn."""
+    return KINDS.get(name.partition(" L=")[0], "baseline")
 
 
 def line(label: str, xs: Sequence[float], found: Measured, kind: str = "looped") -> Line:

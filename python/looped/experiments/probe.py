@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from looped.experiments.lab import Lab
-from looped.experiments.measure import single
+from looped.experiments.lab import Lab, Run
+from looped.experiments.measure import kind_of, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.experiments.shift import unlooped_of_depth
 from looped.icl.evaluate import evaluation_stream
@@ -22,26 +22,29 @@ TITLES = {"xty": "X'y / k", "ols": "least-squares weights"}
 PROBING_SEED = 0x9806E
 
 
+def runs(lab: Lab) -> dict[str, Run]:
+    """The models, by kind."""
+    return {"looped": ("linear_regression", lab.config()), "unlooped": unlooped_of_depth(lab, DEPTH[lab.preset])}
+
+
 def run(lab: Lab) -> Outcome:
     config = lab.config()
     task, n_points = config.make_task(), config.points.end
     n_examples = [k for k in sorted({max(1, task.n_dims // 2), task.n_dims, 2 * task.n_dims}) if k <= n_points]
-    models = {
-        "looped": lab.models("linear_regression", config)[:1],
-        "unlooped": lab.models(*unlooped_of_depth(lab, DEPTH[lab.preset]))[:1],
-    }
-    found: dict[str, torch.Tensor] = {}  # [P, S] by name
+    by_model: dict[str, torch.Tensor] = {}  # [M, P, S] by name
+    models = {kind: lab.models(*wanted) for kind, wanted in runs(lab).items()}
     for kind, some in models.items():
-        for model in some:
-            for name, is_control in ((kind, False), (f"{kind}, control", True)):
-                probes = _fitted(lab, model, task, n_examples, is_control)
-                found[name] = _errors(lab, probes, model, task, n_examples).mean(dim=2)
+        for name, is_control in ((kind, False), (f"{kind}, control", True)):
+            each = [_errors(lab, _fitted(lab, one, task, n_examples, is_control), one, task, n_examples) for one in some]
+            if each:
+                by_model[name] = torch.stack(each).mean(dim=3)
+    found = {name: errors.mean(dim=0) for name, errors in by_model.items()}
     panels = [
         Panel(
             f"probes of {TITLES[target]}",
             "loops, or layers",
             "squared error / dimensions",
-            [_line(name, errors[i], lab.n_prompts) for name, errors in found.items()],
+            [_line(name, errors[:, i], lab.n_prompts) for name, errors in by_model.items()],
         )
         for i, target in enumerate(TARGETS)
     ]
@@ -60,11 +63,9 @@ def run(lab: Lab) -> Outcome:
 
 
 def _line(name: str, errors: torch.Tensor, n_prompts: int) -> Line:
-    return Line(name, range(1, len(errors) + 1), single(errors.tolist(), n_prompts), _kind(name))
-
-
-def _kind(name: str) -> str:
-    return "baseline" if "control" in name else "looped" if name == "looped" else "twin"
+    """The mean over models of errors [M, S], with each model's where there are several."""
+    mean, by_seed = single(errors.mean(dim=0).tolist(), n_prompts), errors.tolist() if len(errors) > 1 else []
+    return Line(name, range(1, errors.shape[1] + 1), mean, kind_of(name), by_seed)
 
 
 def _with_ones(pairs: Pairs) -> Pairs:

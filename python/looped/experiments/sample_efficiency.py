@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from looped.experiments.lab import Lab
-from looped.experiments.measure import Measured, by_examples, fresh, joined, measure
+from looped.experiments.lab import Lab, Run
+from looped.experiments.measure import Measured, by_examples, fresh, joined, kind_of, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.curves import Curve
 from looped.model import LoopedTransformer
@@ -31,11 +32,11 @@ SIZES = {
         500_000,
     ),
 }
-KINDS = {"looped": "looped", "unlooped": "twin"}
+MODELS = ("looped", "unlooped")
 VALIDATION = 0x5A  # added to the seed of the prompts that choose a learning rate
 
 
-def run_on(lab: Lab, n_dims: int, n_distinct: int, lr: float, *, unlooped: bool) -> tuple[str, TrainConfig]:
+def run_on(lab: Lab, n_dims: int, n_distinct: int, lr: float, *, unlooped: bool) -> Run:
     """A run without any curriculum, that of the loops included: b loops from the first step on."""
     config = lab.config(unlooped=unlooped)
     config = dataclasses.replace(
@@ -53,23 +54,35 @@ def run_on(lab: Lab, n_dims: int, n_distinct: int, lr: float, *, unlooped: bool)
     return f"set_of_{n_distinct}_d{n_dims}_{'unlooped' if unlooped else 'looped'}_lr{lr:g}", config
 
 
-def run(lab: Lab) -> Outcome:
+def runs(lab: Lab) -> dict[tuple[int, int, str, float], Run]:
+    """The models, by dimensions, number of distinct prompts, kind and learning rate."""
     sizes = SIZES[lab.preset]
+    return {
+        (n_dims, n_distinct, kind, lr): run_on(lab, n_dims, n_distinct, lr, unlooped=kind == "unlooped")
+        for n_dims, lrs in sizes.lrs.items()
+        for n_distinct in sizes.sets
+        for kind in MODELS
+        for lr in lrs
+    }
+
+
+def run(lab: Lab) -> Outcome:
+    sizes, wanted = SIZES[lab.preset], runs(lab)
     panels: list[Panel] = []
     rows: list[list[Cell]] = []
     claims: list[Claim] = []
     for n_dims, lrs in sizes.lrs.items():
-        found: dict[str, dict[int, Measured]] = {kind: {} for kind in KINDS}
+        found: dict[str, dict[int, Measured]] = {kind: {} for kind in MODELS}
         for n_distinct in sizes.sets:
-            for kind in KINDS:
-                best = _best(lab, n_dims, n_distinct, lrs, unlooped=kind == "unlooped")
+            for kind in MODELS:
+                best = _best(lab, {lr: wanted[n_dims, n_distinct, kind, lr] for lr in lrs})
                 if best is None:
                     continue
                 lr, models, config = best
                 prompts = fresh(config.make_task(), lab.n_prompts, config.points.end, lab.seed)
                 found[kind][n_distinct] = one = measure(prompts, {kind: by_examples(models, config.make_task())})[kind]
                 rows.append([n_dims, n_distinct, kind, f"{lr:g}", one.curve.mean[n_dims], one.curve.mean[-1]])
-        lines = [Line(kind, list(some), _last(some), KINDS[kind]) for kind, some in found.items() if some]
+        lines = [Line(kind, list(some), _last(some), kind_of(kind)) for kind, some in found.items() if some]
         panels.append(
             Panel(f"d={n_dims}, {2 * n_dims} examples", "distinct prompts", "squared error / variance of y", lines, "xy")
         )
@@ -81,13 +94,10 @@ def run(lab: Lab) -> Outcome:
     return Outcome("sample-efficiency", "Fig. 5, appendix C", lab.preset, settings, panels, sheet, claims)
 
 
-def _best(
-    lab: Lab, n_dims: int, n_distinct: int, lrs: tuple[float, ...], *, unlooped: bool
-) -> tuple[float, list[LoopedTransformer], TrainConfig] | None:
+def _best(lab: Lab, by_lr: Mapping[float, Run]) -> tuple[float, list[LoopedTransformer], TrainConfig] | None:
     """The learning rate with the least error over all points, on prompts that are not those of the figure."""
     scored = []
-    for lr in lrs:
-        name, config = run_on(lab, n_dims, n_distinct, lr, unlooped=unlooped)
+    for lr, (name, config) in by_lr.items():
         if models := lab.models(name, config):
             task = config.make_task()
             prompts = fresh(task, lab.n_prompts, config.points.end, (lab.seed + VALIDATION) % 2**32)

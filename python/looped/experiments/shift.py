@@ -8,22 +8,21 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from looped.experiments.lab import Lab
-from looped.experiments.measure import BATCH, Measured, line, mean_ratio, measure
+from looped.experiments.lab import Lab, Run
+from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.shifts import SHIFTS, Shift, ShiftedPairs, predict_queries, random_rotation, shifted_batches
 from looped.icl.tasks import Task
-from looped.train import TrainConfig
 
 DEPTHS = {"tiny": (1, 2), "small": (1, 4, 12), "paper": (1, 4, 12, 20)}  # layers of the unlooped models
 RICH = ("skewed", "half_subspace", "random_orthants")  # where the paper finds depth to help, and the loop to match it
 ALIKE = ("orthogonal_query", "overlapping_query")
 
 
-def unlooped_of_depth(lab: Lab, n_layers: int) -> tuple[str, TrainConfig]:
+def unlooped_of_depth(lab: Lab, n_layers: int) -> Run:
     """The unlooped model of so many layers, under the name that other experiments know it by where it is the preset's own."""
     config = lab.config(unlooped=True)
     name = "linear_regression_unlooped"
@@ -32,12 +31,16 @@ def unlooped_of_depth(lab: Lab, n_layers: int) -> tuple[str, TrainConfig]:
     return f"{name}_L{n_layers}", dataclasses.replace(config, model=config.model.replace(n_core=n_layers))
 
 
+def runs(lab: Lab) -> dict[str, Run]:
+    """The models, by kind and depth."""
+    unlooped = {f"unlooped L={n}": unlooped_of_depth(lab, n) for n in DEPTHS[lab.preset]}
+    return {"looped": ("linear_regression", lab.config()), **unlooped}
+
+
 def run(lab: Lab) -> Outcome:
     config = lab.config()
     task, n_points = config.make_task(), config.points.end
-    models = {"looped": lab.models("linear_regression", config)}
-    for n_layers in DEPTHS[lab.preset]:
-        models[f"unlooped L={n_layers}"] = lab.models(*unlooped_of_depth(lab, n_layers))
+    models = {kind: lab.models(*wanted) for kind, wanted in runs(lab).items()}
     predictors: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
         name: [LoopedPredictor(model).predict for model in found] for name, found in models.items() if found
     }
@@ -62,7 +65,7 @@ def run(lab: Lab) -> Outcome:
             name.replace("_", " "),
             "examples in the prompt",
             "squared error / variance of y",
-            [line(one, range(n_points), got, _kind(one)) for one, got in measured.items()],
+            [line(one, range(n_points), got, kind_of(one)) for one, got in measured.items()],
             marks=[(task.n_dims, "d")],
         )
         for name, measured in found.items()
@@ -78,10 +81,6 @@ def _way(predict: Callable[[Tensor, Tensor], Tensor], shift: Shift, task: Task) 
         return (predict_queries(predict, pairs).cpu().double() - pairs.query_ys.double()).square() / scale
 
     return rows
-
-
-def _kind(name: str) -> str:
-    return "looped" if name == "looped" else "twin" if name.startswith("unlooped") else "baseline"
 
 
 def last_measured(errors: Sequence[float]) -> int:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from looped.experiments.lab import Lab
-from looped.experiments.measure import Measured, by_examples, fresh, line, mean_ratio, measure, of_baseline
+from looped.experiments.lab import Lab, Run
+from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso
-from looped.train import Ramp, TrainConfig
+from looped.train import Ramp
 
 TASK = "sparse_linear_regression"
 SPARSITIES = {"tiny": (1, 2), "small": (1, 2, 4, 6), "paper": (1, 3, 6, 9, 12)}
 ENOUGH = 0.1  # of the variance: the error whose number of examples is compared
 
 
-def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> tuple[str, TrainConfig]:
+def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> Run:
     """The run at a sparsity, under the name that other experiments know it by where it is the preset's own."""
     own = lab.config(TASK, unlooped=unlooped)
     config = dataclasses.replace(own, task_options={"sparsity": sparsity})
@@ -25,23 +25,29 @@ def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> tuple[str, TrainConfig
     return TASK + kind if config == own else f"{TASK}_s{sparsity}{kind}", config
 
 
+def runs(lab: Lab) -> dict[tuple[int, str], Run]:
+    """The models, by sparsity and kind."""
+    kinds = ("looped", "unlooped")
+    return {(s, kind): run_of(lab, s, unlooped=kind == "unlooped") for s in SPARSITIES[lab.preset] for kind in kinds}
+
+
 def run(lab: Lab) -> Outcome:
+    wanted = runs(lab)
     found: dict[int, dict[str, Measured]] = {}
     n_dims, n_points = 0, 0
     for sparsity in SPARSITIES[lab.preset]:
-        name, config = run_of(lab, sparsity, unlooped=False)
+        config = wanted[sparsity, "looped"][1]
         task, n_dims, n_points = config.make_task(), config.dims.end, config.points.end
-        models = {"looped": lab.models(name, config), "unlooped": lab.models(*run_of(lab, sparsity, unlooped=True))}
+        models = {kind: lab.models(*wanted[sparsity, kind]) for kind in ("looped", "unlooped")}
         if any(models.values()):
             ways = {kind: by_examples(some, task) for kind, some in models.items()} | {"lasso": of_baseline(Lasso(), task)}
             found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways, slow=["lasso"])
-    kinds = {"looped": "looped", "unlooped": "twin", "lasso": "baseline"}
     panels = [
         Panel(
             f"{sparsity} of {n_dims} weights are not 0",
             "examples in the prompt",
             "squared error / variance of y",
-            [line(kind, range(n_points), one, kinds[kind]) for kind, one in measured.items()],
+            [line(kind, range(n_points), one, kind_of(kind)) for kind, one in measured.items()],
         )
         for sparsity, measured in found.items()
     ]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 
 from torch import Tensor
 
 from looped.engine import solve
-from looped.experiments.lab import Lab
-from looped.experiments.measure import BATCH, Measured, Way, joined, measure
+from looped.experiments.lab import Lab, Run
+from looped.experiments.measure import BATCH, Measured, Way, joined, kind_of, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.baselines import Baseline, KNearestNeighbours, Ridge
 from looped.icl.prompts import interleave
@@ -21,28 +20,39 @@ from looped.train import TrainConfig
 
 STEPS = {"tiny": 2000, "small": 4000, "paper": 100_000}
 REPEATS = {"tiny": 1, "small": 5, "paper": 5}  # draws of the examples around each test row
-KINDS = {"looped": "looped", "unlooped": "twin"}
+MODELS = ("looped", "unlooped")
+
+
+def runs(lab: Lab) -> dict[tuple[str, str], Run]:
+    """The models, by the table that training leaves out, and kind. Reads the tables."""
+    wanted: dict[tuple[str, str], Run] = {}
+    source = "bundled" if lab.data == "bundled" else "openml"
+    for table in load_tables(lab.data):
+        label = f"tabular_{source}_without_{re.sub('[^A-Za-z0-9]+', '_', table.name)}"
+        wanted[table.name, "looped"] = label, run_without(lab, table, unlooped=False)
+        wanted[table.name, "unlooped"] = f"{label}_unlooped", run_without(lab, table, unlooped=True)
+    return wanted
 
 
 def run(lab: Lab) -> Outcome:
-    tables = load_tables(lab.data)
+    tables, wanted = load_tables(lab.data), runs(lab)
+    repeats = REPEATS[lab.preset]
     found: dict[str, dict[str, Measured]] = {}
     n_dims, n_points = 0, 0
     for table in tables:
-        models: dict[str, list[LoopedTransformer]] = {}
-        for kind in KINDS:
-            config = run_without(lab, table, unlooped=kind == "unlooped")
-            label = (
-                f"tabular_{'bundled' if lab.data == 'bundled' else 'openml'}_without_{re.sub('[^A-Za-z0-9]+', '_', table.name)}"
-            )
-            models[kind] = lab.models(label + ("_unlooped" if kind == "unlooped" else ""), config)
-            n_dims, n_points = config.model.n_dims or 0, config.points.end
+        models = {kind: lab.models(*wanted[table.name, kind]) for kind in MODELS}
+        config = wanted[table.name, "looped"][1]
+        n_dims, n_points = config.dims.end, config.points.end
         if not any(models.values()):
             continue
-        ways = {kind: [_by_model(model) for model in some] for kind, some in models.items()}
-        ways |= {"3 nearest neighbours": [_by_baseline(KNearestNeighbours())], "ridge": [_by_baseline(Ridge())]}
-        found[table.name] = measure(_prompts(lab, table, n_dims, n_points), ways)
-    names = [*KINDS, "3 nearest neighbours", "ridge"]
+        ways = {kind: [_by_model(model, repeats) for model in some] for kind, some in models.items()}
+        ways |= {
+            "3 nearest neighbours": [_by_baseline(KNearestNeighbours(), repeats)],
+            "ridge": [_by_baseline(Ridge(), repeats)],
+        }
+        options = dict(n_queries=lab.n_prompts, seed=lab.seed, batch_size=BATCH, n_repeats=repeats)
+        found[table.name] = measure(queries(table, n_dims, n_points, **options), ways)
+    names = [*MODELS, "3 nearest neighbours", "ridge"]
     rows: list[list[Cell]] = []
     for table in tables:
         if table.name in found:
@@ -52,11 +62,11 @@ def run(lab: Lab) -> Outcome:
     for name in names:
         curves = [one[name].curve for one in found.values() if name in one]
         if len(curves) == len(found) and curves:
-            lines.append(Line(name, range(len(curves)), joined(curves), KINDS.get(name, "baseline")))
+            lines.append(Line(name, range(len(curves)), joined(curves), kind_of(name)))
     title = "accuracy on the table left out: " + ", ".join(f"{i} {name}" for i, name in enumerate(found))
     panel = Panel(title, "table", "accuracy", lines, log="")
     columns = ["table", "rows", "features", "majority", *names]
-    settings = dict(data=lab.data, n_dims=n_dims, n_points=n_points, repeats=REPEATS[lab.preset])
+    settings = dict(data=lab.data, n_dims=n_dims, n_points=n_points, repeats=repeats)
     sheet = Sheet(f"accuracy with {n_points - 1} examples of a table that training did not see", columns, rows)
     return Outcome("tabular", "Table 1 (OpenML)", lab.preset, settings, [panel], sheet, [_claim(found)])
 
@@ -67,28 +77,28 @@ def run_without(lab: Lab, table: Table, *, unlooped: bool) -> TrainConfig:
     return dataclasses.replace(config, task_options={"source": lab.data, "leave_out": table.name})
 
 
-def _prompts(lab: Lab, table: Table, n_dims: int, n_points: int) -> Iterable[Pairs]:
-    for repeat in range(REPEATS[lab.preset]):
-        yield from queries(table, n_dims, n_points, n_queries=lab.n_prompts, seed=lab.seed + repeat, batch_size=BATCH)
-
-
-def _by_model(model: LoopedTransformer) -> Way:
+def _by_model(model: LoopedTransformer, repeats: int) -> Way:
     def rows(pairs: Pairs) -> Tensor:
         logits = solve(model, interleave(*pairs)).prediction
         assert isinstance(logits, Tensor)
-        return (logits[:, -1].argmax(dim=-1).cpu() == pairs.ys[:, -1]).double()[:, None]
+        return _by_row(logits[:, -1].argmax(dim=-1).cpu() == pairs.ys[:, -1], repeats)
 
     return rows
 
 
-def _by_baseline(baseline: Baseline) -> Way:
+def _by_baseline(baseline: Baseline, repeats: int) -> Way:
     """Labels as -1 and 1; the sign of what the baseline says of the last row."""
 
     def rows(pairs: Pairs) -> Tensor:
         said = baseline.predict(pairs.xs, 2 * pairs.ys - 1, progress=lambda *_: None)[:, -1]
-        return ((said > 0) == (pairs.ys[:, -1] > 0)).double()[:, None]
+        return _by_row((said > 0) == (pairs.ys[:, -1] > 0), repeats)
 
     return rows
+
+
+def _by_row(is_right: Tensor, repeats: int) -> Tensor:
+    """The share of right answers [B, 1] of each row asked for: its repeats are no prompts of their own for the interval."""
+    return is_right.double().reshape(-1, repeats).mean(dim=1, keepdim=True)
 
 
 def _accuracy(measured: dict[str, Measured], name: str) -> float | None:

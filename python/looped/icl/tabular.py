@@ -12,6 +12,7 @@ import logging
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from looped.checkpoint import write_atomically
 from looped.icl.tasks import Pairs, Task
 
 log = logging.getLogger(__name__)
@@ -163,15 +165,26 @@ def why_left_out(table: Table, known: list[str]) -> str | None:
 
 
 def _listed(folder: Path) -> list[int]:
-    """Ids of active tables of openml.org whose listed qualities pass the filters; the list is kept in the folder."""
+    """Ids of active tables of openml.org whose listed qualities pass the filters; the list is kept in the folder.
+
+    A list is kept only when it has been read, and one that cannot be read is downloaded again. Raises OSError where the
+    answer is no list of tables.
+    """
     kept = folder / "openml" / "looped_list.json"
-    if not kept.exists():
+    if kept.exists():
+        try:
+            return listed_ids(json.loads(kept.read_bytes()))
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("the list of tables in %s is damaged (%r) and is downloaded again", kept, error)
+    try:
         with urllib.request.urlopen(LISTING, timeout=60) as answer:
             content = answer.read()
-        json.loads(content)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(content)
-    return listed_ids(json.loads(kept.read_bytes()))
+        ids = listed_ids(json.loads(content))
+    except (ValueError, TypeError, KeyError, HTTPException) as error:
+        raise OSError(f"load_tables: openml.org did not answer with a list of tables ({error!r}); try again later") from error
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(kept, content)
+    return ids
 
 
 def listed_ids(listing: dict[str, Any]) -> list[int]:
@@ -265,14 +278,16 @@ def without_replacement(uniforms: np.ndarray, n_rows: int) -> np.ndarray:
     return chosen
 
 
-def queries(table: Table, n_dims: int, n_points: int, *, n_queries: int, seed: int, batch_size: int) -> Iterator[Pairs]:
+def queries(
+    table: Table, n_dims: int, n_points: int, *, n_queries: int, seed: int, batch_size: int, n_repeats: int = 1
+) -> Iterator[Pairs]:
     """Test prompts of one table: each of n_queries different rows (all, if there are fewer), last in a prompt after n_points -
-    1 other rows drawn at random."""
+    1 other rows drawn at random. Each row is asked n_repeats times in a row, with other examples; batch_size counts rows."""
     X, y = table.rows(n_dims)
     rng = np.random.default_rng([seed, 0x7AB])
     asked = rng.permutation(len(y))[:n_queries]
     for start in range(0, len(asked), batch_size):
-        last = asked[start : start + batch_size]
+        last = asked[start : start + batch_size].repeat(n_repeats)
         others = without_replacement(rng.random((len(last), n_points - 1)), len(y) - 1)
         others += others >= last[:, None]
         rows = torch.from_numpy(np.column_stack([others, last]))

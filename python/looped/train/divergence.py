@@ -32,6 +32,14 @@ def check(step: int, loss: float, grad_norm: float, n_exploded: int) -> None:
         )
 
 
+def at_the_end(step: int, n_exploded: int) -> str:
+    """Why a run that ended at a step whose loss had exploded is no good one, though that was not yet for long."""
+    return (
+        f"train: the loss was exploding when the run ended at step {step}: for the last {n_exploded} of its steps it was more "
+        f"than {EXPLODED:g} times that of answering 0; {REMEDY}"
+    )
+
+
 def note(config: TrainConfig, folder: Path, step: int, checkpoint: int, reason: str) -> None:
     """Leave `diverged.json`: at which step, why, and which checkpoint is the last good one."""
     content: dict[str, Any] = {"step": step, "reason": reason, "checkpoint": checkpoint, "config": config.to_dict()}

@@ -28,6 +28,7 @@ from looped.checkpoint import load_training_state, save_model, write_atomically,
 from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
 from looped.train import divergence, provenance
+from looped.train.device import usable_device
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 
@@ -164,14 +165,15 @@ def train(
     then raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the
     CPU.
 
-    Raises ValueError where the folder holds a run and `resume` is False, or a run of another configuration; OSError where a
-    checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges (the last
-    checkpoint before it is kept, `diverged.json` says where, and resuming raises it again).
+    Raises ValueError for a device that does not work here, where the folder holds a run and `resume` is False, or a run of
+    another configuration; OSError where a checkpoint cannot be written (the one before it is left whole); FloatingPointError
+    where training diverges or ends while it does (the last checkpoint before it is kept, `diverged.json` says where, and
+    resuming raises it again).
     """
-    folder = Path(folder)
+    folder, device = Path(folder), usable_device(device)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
-        return _train(config, folder, resume, progress, torch.device(device))
+        return _train(config, folder, resume, progress, device)
 
 
 def train_seeds(
@@ -205,6 +207,10 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
     def kept() -> str:
         return f"the checkpoint of step {saved_step} is whole, resume from it" if saved_step else "there is no checkpoint yet"
 
+    def diverge(step: int, reason: str) -> FloatingPointError:
+        divergence.note(config, folder, step, saved_step, reason)
+        return FloatingPointError(f"{reason} (last checkpoint: step {saved_step})")
+
     def save() -> None:
         nonlocal saved_step
         try:
@@ -223,8 +229,7 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
             try:
                 numbers = run.advance()
             except FloatingPointError as error:
-                divergence.note(config, folder, run.step + 1, saved_step, str(error))
-                raise FloatingPointError(f"{error} (last checkpoint: step {saved_step})") from None
+                raise diverge(run.step + 1, str(error)) from None
             took = time.perf_counter() - begin
             run.seconds += took
             bar.update()
@@ -249,7 +254,12 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
             if due and not run.n_exploded:  # an exploded state would take the place of the last good one
                 save()
             if stop.is_set():
-                raise KeyboardInterrupt(f"train: stopped at step {run.step}; the same with --resume (resume=True) goes on")
+                at = f"step {run.step}"
+                if saved_step != run.step:
+                    at += f" while its loss explodes, which is not kept ({kept()})"
+                raise KeyboardInterrupt(f"train: stopped at {at}; the same with --resume (resume=True) goes on")
+    if run.n_exploded:
+        raise diverge(run.step, divergence.at_the_end(run.step, run.n_exploded))
     save_model(run.model, folder / "model")
     return run.model
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from looped.cli.arguments import integers, use_threads
+
 
 @click.command("experiment")
 @click.argument("name", required=False)
@@ -15,21 +17,23 @@ import click
     "--preset", default="small", show_default=True, type=click.Choice(["tiny", "small", "paper"]), help="The numbers."
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of models and results; default experiments/PRESET.")
+@click.option("--list", "as_list", is_flag=True, help="List the models that NAME asks for and where each is; run nothing.")
 @click.option("--models", "given", multiple=True, metavar="NAME=FOLDER", help="Use this model; a folder or a bundled model.")
 @click.option("--train/--no-train", "may_train", default=True, show_default=True, help="Train the models that are missing.")
 @click.option("--resume", is_flag=True, help="Go on with trainings that were stopped.")
 @click.option("--seeds", default="42", show_default=True, help="Train every model once for each: a list such as 42,43,44.")
-@click.option("--steps", "n_steps", type=click.IntRange(min=1), help="Of every training; default the experiment's own.")
+@click.option("--steps", "n_steps", type=click.IntRange(min=1), help="Of every training, in folders of their own.")
 @click.option("--prompts", "n_prompts", type=click.IntRange(min=1), help="Of each measurement; default 64 (tiny) or 1280.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts that models are measured on.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train and measure: cpu or cuda.")
-@click.option("--data", default="bundled", show_default=True, help="Tables: bundled, openml, or a folder (tabular).")
+@click.option("--data", default="bundled", show_default=True, help="Of tabular: bundled, openml, or a folder.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's.")
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on standard output.")
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON on standard output.")
 def experiment_command(
     name: str | None,
     preset: str,
     out: Path | None,
+    as_list: bool,
     given: tuple[str, ...],
     may_train: bool,
     resume: bool,
@@ -47,26 +51,23 @@ def experiment_command(
     Leaves OUT/NAME.json, .csv and .png, and the models it needs in OUT/models, where other experiments find them. Presets: tiny
     (minutes, a first look), small (2 CPU cores, an hour or a few for each model), paper (the published sizes, for a GPU).
 
-    A model that is missing is trained. Ctrl-C keeps its checkpoint, and the same command with --resume goes on.
+    --models takes the names that --list shows, each with the folder of a model or the name of a bundled one. A model that is
+    missing is trained. Ctrl-C keeps its checkpoint, and the same command with --resume goes on.
     """
-    import torch
-
-    from looped.experiments.catalog import EXPERIMENTS, run_experiment
+    from looped.experiments.catalog import EXPERIMENTS, models_of, run_experiment
     from looped.experiments.lab import Lab
 
     if name is None:
         for known, entry in EXPERIMENTS.items():
             click.echo(f"{known:18} {entry.figures:22} {entry.about}")
         return
-    if threads:
-        torch.set_num_threads(threads)
-    try:
-        chosen = [int(number) for number in seeds.split(",")]
-    except ValueError:
-        raise click.UsageError(f"--seeds takes a list such as 42,43,44, got {seeds!r}") from None
-    models = dict(text.partition("=")[::2] for text in given)
-    if wrong := [text for text in given if "=" not in text]:
-        raise click.UsageError(f"--models takes NAME=FOLDER, got {wrong[0]!r}")
+    use_threads(threads)
+    models: dict[str, str] = {}
+    for text in given:
+        model, _, source = text.partition("=")
+        if not model or not source or model in models:
+            raise click.UsageError(f"--models takes NAME=FOLDER, each NAME once, got {text!r}")
+        models[model] = source
     out = out or Path("experiments") / preset
     lab = Lab(
         preset,
@@ -74,17 +75,21 @@ def experiment_command(
         given=models,
         may_train=may_train,
         resume=resume,
-        seeds=chosen,
+        seeds=integers("--seeds", seeds, 0),
         n_prompts=n_prompts or 0,
         seed=seed,
         n_steps=n_steps or 0,
         device=device,
         data=data,
     )
+    if as_list:
+        found = lab.inventory(models_of(name, lab).items())
+        if as_json:
+            click.echo(json.dumps([{"name": label, "n_steps": steps, "source": origin} for label, steps, origin in found]))
+        for label, steps, origin in found if not as_json else []:
+            click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or '-'}")
+        return
     outcome = run_experiment(name, lab)
-    if unused := sorted(set(models) - set(outcome.models)):
-        known = ", ".join(outcome.models)
-        click.echo(f"looped: {name} uses no model {', '.join(unused)}; it uses {known}", err=True)
     if as_json:
         click.echo(json.dumps(outcome.to_dict()))
     else:

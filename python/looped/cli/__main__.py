@@ -1,0 +1,5 @@
+"""`python -m looped.cli`."""
+
+from looped.cli import main
+
+main()

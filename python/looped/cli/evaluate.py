@@ -1,0 +1,141 @@
+"""`looped eval`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, use_threads
+
+
+@click.command("eval")
+@click.argument("model", required=False)
+@click.option("--twin", help="A second model to show beside it; default the bundled weight-tied twin of the bundled model.")
+@click.option(
+    "--task", default="linear_regression", show_default=True, help="The family of functions that prompts are drawn from."
+)
+@click.option("--prompts", "n_prompts", default=1280, show_default=True, type=click.IntRange(min=1), help="Fresh prompts.")
+@click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default 2 * dimensions + 1.")
+@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--exit", "rule", default="contraction", show_default=True, help="Exit rule, or fixed for the trained loops.")
+@click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
+@click.option("--on-stall", default="exit", show_default=True, type=click.Choice(["ignore", "exit", "damp"]))
+@click.option("--anderson", type=click.IntRange(1, 3), help="Accelerate with this depth.")
+@click.option("--loops", "n_loops", type=click.IntRange(min=1), help="The most loops; default 5 times the trained ones.")
+@click.option("--baselines/--no-baselines", default=True, show_default=True, help="Score the task's baselines too.")
+@click.option("--settling/--no-settling", default=True, show_default=True, help="Study states over 300 loops.")
+@click.option("--batch", "batch_size", default=128, show_default=True, type=click.IntRange(min=1), help="Prompts at once.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's.")
+@click.option(
+    "--set", "fields", multiple=True, metavar="KEY=VALUE", help="For another project's checkpoint: n_loops=20, n_heads=8"
+)
+@click.option("--twin-set", "twin_fields", multiple=True, metavar="KEY=VALUE", help="The same for the twin.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write evaluation.json, .csv and .png into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+def evaluate_command(
+    model: str | None,
+    twin: str | None,
+    task: str,
+    n_prompts: int,
+    n_points: int | None,
+    seed: int,
+    rule: str,
+    tol: float | None,
+    on_stall: str,
+    anderson: int | None,
+    n_loops: int | None,
+    baselines: bool,
+    settling: bool,
+    batch_size: int,
+    threads: int | None,
+    fields: tuple[str, ...],
+    twin_fields: tuple[str, ...],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Score MODEL in context on fresh prompts, beside classical baselines.
+
+    MODEL is a folder or file of any layout that looped reads, or the name of a bundled model; by default the bundled
+    linear-regression model.
+    """
+    from tqdm import tqdm
+
+    from looped.accelerate import Anderson
+    from looped.exits import make_exit
+    from looped.icl.baselines import baselines_for
+    from looped.icl.evaluate import SLOW_PROMPTS, evaluate
+    from looped.icl.predictor import LoopedPredictor
+    from looped.icl.tasks import make_task
+
+    use_threads(threads)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    if twin_fields and not twin:
+        raise click.UsageError("--twin-set goes with --twin")
+    if twin is None and model is None:
+        twin = f"{BUNDLED}_tied"
+    main_model = load_model_of(model or BUNDLED, fields)
+    config = main_model.config
+    if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
+        raise click.UsageError("eval scores in-context models: features in, a scalar read out")
+    functions = make_task(task, config.n_dims)
+    if model is None and task != BUNDLED:
+        click.echo(f"looped: the bundled model was trained on {BUNDLED}, not on {task}", err=True)
+    room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
+    n_points = n_points or min(2 * config.n_dims + 1, room)
+    if rule == "contraction" and tol is None:
+        tol = EVAL_TOLERANCE
+    exit_rule = make_exit(rule, **({} if tol is None else {"tol": tol}))
+    limit = n_loops or (config.n_loops if exit_rule.is_fixed else 5 * config.n_loops)
+    predictors: list[Any] = [
+        LoopedPredictor(
+            main_model,
+            exit=exit_rule,
+            n_loops=limit,
+            on_stall=on_stall,
+            accelerate=Anderson(anderson) if anderson else None,
+        )
+    ]
+    if twin:
+        predictors.append(LoopedPredictor(load_model_of(twin, twin_fields), name="weight-tied twin"))
+    if baselines:
+        predictors += baselines_for(task)
+    ready = [predictor for predictor in predictors if not predictor.why_unavailable]
+    total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
+    quiet = sys.stderr is None
+    with tqdm(total=total, unit="prompt", desc="evaluating", file=sys.stderr, dynamic_ncols=True, disable=quiet) as bar:
+
+        def progress(name: str, n_done: int) -> None:
+            bar.set_postfix_str(name)
+            bar.update(n_done)
+
+        result = evaluate(
+            functions,
+            predictors,
+            n_prompts=n_prompts,
+            n_points=n_points,
+            seed=seed,
+            batch_size=batch_size,
+            n_loops_settling=300 if settling else 0,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+    else:
+        from rich.console import Console
+
+        from looped.report.tables import evaluation_tables
+
+        console = Console(width=None if sys.stdout.isatty() else 100)
+        for table in evaluation_tables(result):
+            console.print(table)
+    if out:  # after printing: a full disk must not lose the result
+        from looped.report.plots import plot_evaluation
+
+        result.save(out)
+        plot_evaluation(result, out / "evaluation.png")
+        click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)

@@ -1,0 +1,71 @@
+"""`looped train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from looped.cli.arguments import integers, key_values, use_threads
+
+
+@click.command("train")
+@click.option("--preset", "preset_name", default="small", show_default=True, type=click.Choice(["paper", "small", "tiny"]))
+@click.option("--task", default="linear_regression", show_default=True, help="The family of functions to learn.")
+@click.option("--tied", is_flag=True, help="Train the weight-tied twin: no injection, the state starts at the embedding.")
+@click.option("--unlooped", is_flag=True, help="Train the unlooped twin: 12 layers of their own weights, run once.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option("--resume", is_flag=True, help="Go on from the folder's last checkpoint, if it has one.")
+@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's. A resumed run needs the same.")
+@click.option("--seeds", help="Train once for each of a list such as 42,43,44, in OUT/seed_42 and so on.")
+@click.option("--device", default="cpu", show_default=True, help="Where to compute: cpu or cuda.")
+@click.option(
+    "--set", "fields", multiple=True, metavar="KEY=VALUE", help="Replace a field of the preset: n_steps=100, lr=3e-4 ..."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the folder, steps and seconds as JSON on standard output.")
+def train_command(
+    preset_name: str,
+    task: str,
+    tied: bool,
+    unlooped: bool,
+    out: Path,
+    resume: bool,
+    threads: int | None,
+    seeds: str | None,
+    device: str,
+    fields: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Train a looped in-context learner by a preset; leaves OUT/model.
+
+    Presets: paper (the published sizes and 500,000 steps, for a GPU), small (4 to 8 dimensions by the task, 16,000 steps, an
+    hour or a few on one core), tiny (12 steps, to see that it runs).
+
+    The folder also holds state.pt (resumes bit for bit after a stop), log.jsonl, train.json and provenance.jsonl.
+    """
+    from looped.train import preset, train, train_seeds
+
+    use_threads(threads)
+    changes = key_values(fields)
+    for name in ("name", "task", "tied", "unlooped", "model"):
+        if name in changes:
+            raise click.UsageError(f"--set {name} is not a field of the run; use --preset, --task, --tied or --unlooped")
+    config = preset(preset_name, task, tied=tied, unlooped=unlooped, **changes)
+    if seeds:
+        numbers = integers("--seeds", seeds, 0)
+        train_seeds(config, out, numbers, resume=resume, device=device)
+        folders = [out / f"seed_{number}" for number in numbers]
+    else:
+        train(config, out, resume=resume, device=device)
+        folders = [out]
+    if seeds and as_json:
+        click.echo(json.dumps([str(folder / "model") for folder in folders]))
+    elif seeds:
+        click.echo(f"looped: the models are in {', '.join(str(folder / 'model') for folder in folders)}", err=True)
+    elif as_json:
+        lines = (out / "log.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1]) if lines else {}
+        click.echo(json.dumps({"model": str(out / "model")} | {name: last.get(name) for name in ("step", "seconds", "loss")}))
+    else:
+        click.echo(f"looped: the model is in {out / 'model'}; score it with: looped eval {out / 'model'}", err=True)
