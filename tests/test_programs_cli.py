@@ -11,6 +11,7 @@ from programs import EXAMPLES
 import looped.engine as engine
 from looped.cli import main
 from looped.loop import Interrupted, Status
+from looped.programs import commands
 from looped.programs.describe import describe, used_sizes
 from looped.programs.fleq import Blocks, FleqMachine
 from looped.programs.machines import machine_for, read_program
@@ -70,6 +71,22 @@ def test_ctrl_c_says_how_many_programs_had_ended(monkeypatch):
     assert "looped: interrupted: 1 of 2 programs had ended; --max-loops N ends the others after N commands" in output
 
 
+def test_a_state_that_is_not_finite_has_no_words_to_show(monkeypatch, tmp_path):
+    make = commands._machine
+
+    def broken(*args):
+        machine = make(*args)
+        with torch.no_grad():
+            machine.model.core[8].mlp.proj.bias[0] = torch.nan
+        return machine
+
+    monkeypatch.setattr(commands, "_machine", broken)
+    output = looped("run", example("add.subleq"), "--trace", "--picture", tmp_path / "run.png", code=4)
+    assert output.splitlines()[0].startswith("add.subleq: corrupt after 1 steps (1 loops, ")
+    assert len(output.splitlines()) == 1
+    assert json.loads(looped("run", example("add.subleq"), "--json", code=4))["memory"] is None
+
+
 def test_run_shows_a_table_of_loops_and_draws_a_picture(tmp_path):
     output = looped("run", example("inverse.fleq"), "--trace", "--picture", tmp_path / "run.png", "--set", "k=1")
     assert "T = At^T X" in output
@@ -98,8 +115,13 @@ def test_options_of_the_other_machine_are_refused():
         (("--formula", "a + 1", "--set", "a=1,2"), "'a' takes one number, got [1, 2]"),
         (("--formula", "a + 1", "--set", "a=1", "--set", "b=2"), "the formula has no 'b'"),
         (("--formula", "a**1e999", "--set", "a=1"), "powers are whole numbers of 1 .. 64"),
-        (("--formula", "2", "--wrap"), "--wrap is of SUBLEQ programs"),
-        ((example("inverse.fleq"), "--wrap"), "--wrap is of SUBLEQ programs"),
+        (("--formula", "2", "--wrap"), "--wrap is of .subleq programs"),
+        ((example("inverse.fleq"), "--wrap"), "--wrap is of .subleq programs"),
+        ((example("subtract.minsky"), "--wrap"), "--wrap is of .subleq programs"),
+        ((example("subtract.minsky"), "--set", "x=-1"), "subtract.minsky: x=-1 is below 0; registers hold 0 and more"),
+        ((example("subtract.minsky"), "--set", "constant 1=2"), "constant 1 is a constant of every program"),
+        ((example("add.subleq"), "--set", "ZERO=2"), "add.subleq: ZERO is a constant of every program"),
+        ((example("inverse.fleq"), "--set", "ONE=2"), "inverse.fleq: ONE is a constant of every program"),
         ((example("inverse.fleq"), "--kappa", "0"), "kappa=0 must be a number above 0"),
         ((example("inverse.fleq"), "--kappa", "nan"), "kappa=nan must be a number above 0"),
         ((example("inverse.fleq"), "--kappa", "inf"), "kappa=inf must be a number above 0"),

@@ -280,7 +280,11 @@ def test_limits_and_corruption_are_told():
     assert run_programs(machine, [program], max_loops=5)[0].outcome is Outcome.CORRUPT
     with torch.no_grad():
         machine.model.core[8].mlp.proj.bias[machine.layout.row("PC", 1)] = math.nan
-    assert run_programs(machine, [program], max_loops=5)[0].outcome is Outcome.CORRUPT
+    run = run_programs(machine, [program], max_loops=5)[0]
+    assert (run.outcome, run.pc, run.memory, run.named_values()) == (Outcome.CORRUPT, None, None, [])
+    assert (run.to_dict()["memory"], run.to_dict()["pc"]) == (None, None)
+    with pytest.raises(ValueError, match="the state is not finite, so a has no value"):
+        run["a"]
 
 
 REFUSED = [

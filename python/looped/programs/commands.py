@@ -71,8 +71,8 @@ def _load(
         values[name] = _value_of(value, name)
     if (formula is None) == (not files):
         raise click.UsageError("give program files, or --formula")
-    if wrap and (formula is not None or any(file.suffix == ".fleq" for file in files)):
-        raise click.UsageError("--wrap is of SUBLEQ programs, whose words have a width")
+    if wrap and (formula is not None or any(file.suffix != ".subleq" for file in files)):
+        raise click.UsageError("--wrap is of .subleq programs, whose words wrap")
     if formula is not None:
         compiled = compile_formula(formula, values)
         for name in values:
@@ -173,7 +173,6 @@ def run_command(
 
     Exits with 0 where all halted, 3 where one came to the loop limit, 4 where one is corrupt, 2 for a mistake.
     """
-    from looped.programs.machines import check_program
     from looped.programs.tracing import trace, trace_table
 
     if len(files) > 1 and (traced or picture):
@@ -181,26 +180,25 @@ def run_command(
     _check_picture(picture)
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
-    for program in programs:
-        check_program(machine, program, max_loops)
     runs = _run_all(machine, programs, max_loops, backend)
-    rows = list(trace(machine, programs[0], max_loops, backend=backend)) if traced else []
+    is_seen = runs[0].memory is not None  # else there is no state to show
+    rows = list(trace(machine, programs[0], max_loops, backend=backend, check=False)) if traced and is_seen else []
     if as_json:
         result: list[dict[str, Any]] = [run.to_dict() for run in runs]
         if traced:
             result[0]["trace"] = [row.to_dict() for row in rows]
         click.echo(json.dumps(result if len(files) > 1 else result[0]))
     else:
-        if traced:
+        if traced and is_seen:
             _console().print(trace_table(rows))
         for run in runs:
             click.echo(f"{run.program.name}: {run.outcome.value} after {run.steps} steps ({run.n_loops} loops, {run.backend})")
             for line in run.named_values():
                 click.echo(f"  {line}")
-    if picture:
+    if picture and is_seen:
         from looped.programs.pictures import draw_run
 
-        draw_run(machine, programs[0], max_loops, picture, backend=backend)
+        draw_run(machine, programs[0], max_loops, picture, backend=backend, check=False)
         click.echo(f"looped: wrote {picture}", err=True)
     raise click.exceptions.Exit(max(EXIT_CODES[run.outcome.value] for run in runs))
 
@@ -224,14 +222,12 @@ def verify_command(
     **options: Any,
 ) -> None:
     """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
-    from looped.programs.machines import check_program
     from looped.programs.verification import verify
 
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
     equal = True
     for program in programs:
-        check_program(machine, program, max_loops)
         result = verify(machine, program, max_loops=max_loops, tolerance=tolerance, backend=backend)
         equal &= result.is_equal
         end = "to its halt" if result.halted else "and has not halted"

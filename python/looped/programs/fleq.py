@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from looped.programs.addresses import add_small, codes, increment, position
-from looped.programs.blocks import FUNCTIONS, MatrixProduct, SigmoidSum, sigmoid_head
+from looped.programs.blocks import MatrixProduct, SigmoidSum, sigmoid_head
 from looped.programs.circuit import Layer, Layout, Terms, moved, rows_of, transformer
+from looped.programs.fleq_plain import check_ranges
 from looped.programs.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -311,6 +312,10 @@ class FleqMachine:
             )
         return None
 
+    def check(self, program: FleqProgram, max_loops: int) -> None:
+        """Runs the interpreter. Raises ProgramError for a number outside the range of a block."""
+        check_ranges(self, program, max_loops)
+
     def encode(self, program: FleqProgram) -> Tensor:
         """The prompt [n, d]."""
         reason = self.why_not(program)
@@ -350,6 +355,3 @@ class FleqMachine:
         memory = values[..., self.first_cell : first_command, :][..., self.layout["MEM"][: len(program.memory)]]
         off_grid = np.abs(np.abs(counters) - 1).max(axis=(-1, -2))
         return Snapshot(position(counters[..., 0, :]) - first_command, np.swapaxes(memory, -1, -2), off_grid)
-
-
-__all__ = ["FUNCTIONS", "FUNCTION_NAMES", "Blocks", "FleqMachine"]

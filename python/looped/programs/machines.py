@@ -12,7 +12,6 @@ import torch
 from looped.programs import fleq, subleq
 from looped.programs.addresses import bits_for
 from looped.programs.fleq import FUNCTION_NAMES, Blocks, FleqMachine
-from looped.programs.fleq_plain import check_ranges
 from looped.programs.fleq_program import FleqProgram
 from looped.programs.fleq_text import read_fleq
 from looped.programs.minsky import translate_minsky
@@ -87,6 +86,5 @@ def _bits_for_tokens(kind: str, n_tokens: Mapping[str, int], most: int) -> int:
 
 
 def check_program(machine: Any, program: Any, max_loops: int) -> None:
-    """Raises ValueError where a program's own numbers leave what its machine carries, which the machine could not tell."""
-    if isinstance(machine, FleqMachine):
-        check_ranges(machine, program, max_loops)
+    """Raises ProgramError where a program leaves, within so many commands, what its machine carries, which that cannot tell."""
+    machine.check(program, max_loops)
