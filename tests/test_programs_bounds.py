@@ -75,9 +75,7 @@ def test_no_result_is_off_by_more_than_its_function_states(backend, dtype, form)
         cases.append((name, A, B, program.with_values({key: M for key, M in (("a", A), ("b", B)) if M is not None})))
     machine = machine_for([program for *_, program in cases], blocks=blocks, dtype=dtype)
     eps = torch.finfo(dtype).eps
-    for (name, A, B, _), run in zip(
-        cases, run_programs(machine, [case[3] for case in cases], backend=backend), strict=True
-    ):
+    for (name, A, B, _), run in zip(cases, run_programs(machine, [case[3] for case in cases], backend=backend), strict=True):
         off, block = np.abs(run["c"] - EXACT[name](A, B)), machine.bounds()[name]
         if name in ("inv", "sqrt"):
             bound = np.array([[block.bound(float(x), machine.width, eps) for x in A[0]]])

@@ -105,7 +105,15 @@ def test_a_formula_runs_without_a_file():
 def test_options_of_the_other_machine_are_refused():
     assert "--terms is not of SUBLEQ machines" in looped("run", example("add.subleq"), "--terms", "8", code=2)
     assert "--layers is not of FLEQ machines" in looped("machine", example("inverse.fleq"), "--layers", "5", code=2)
-    assert "are of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    assert "--bits is of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    for name, value in (("kind", "fleq"), ("width", 3), ("functions", "mm"), ("address-bits", 6)):
+        output = looped("machine", example("add.subleq"), f"--{name}", value, code=2)
+        assert f"--{name} is of a machine without a program" in output
+    assert "--width is not of SUBLEQ machines" in looped("machine", "--width", "3", code=2)
+    assert "--functions is not of SUBLEQ machines" in looped("machine", "--kind", "subleq", "--functions", "mm", code=2)
+    assert "--bits is not of FLEQ machines" in looped("machine", "--kind", "fleq", "--bits", "8", code=2)
+    assert "--functions: 'mul' is not one of mm, emul" in looped("machine", "--kind", "fleq", "--functions", "mm,mul", code=2)
+    assert "--loop says which loop --picture draws" in looped("machine", example("add.subleq"), "--loop", "2", code=2)
     assert "--picture is of one SUBLEQ program" in looped("machine", example("inverse.fleq"), "--picture", "x.png", code=2)
 
 
@@ -177,6 +185,19 @@ def test_verify_says_equal_or_shows_the_first_difference():
     assert (result.is_equal, result.n_loops) == (False, 2)
 
 
+def test_verify_gives_json():
+    result = json.loads(looped("verify", example("add.subleq"), "--json"))
+    expected = dict(program="add.subleq", is_equal=True, n_loops=7, halted=True, difference=None, error=0.0)
+    assert result == expected
+    one, other = json.loads(looped("verify", example("add.subleq"), example("compare.subleq"), "--json"))
+    assert (one["program"], other["program"]) == ("add.subleq", "compare.subleq")
+    result = json.loads(looped("verify", example("inverse.fleq"), "--set", "k=1", "--tolerance", "1e-14", "--json", code=1))
+    assert not result["is_equal"]
+    assert set(result["difference"]) == {"loop", "what", "machine", "interpreter"}
+    assert result["difference"]["what"].startswith("T[")
+    assert 0 < abs(result["difference"]["machine"] - result["difference"]["interpreter"]) < 1e-9
+
+
 def test_verify_names_the_number_that_is_off():
     output = looped("verify", example("inverse.fleq"), "--set", "k=1", "--tolerance", "1e-14", code=1)
     assert "on the machine and" in output
@@ -193,6 +214,18 @@ def test_machine_tells_sizes_read_off_the_weights():
     facts = json.loads(looped("machine", example("calculator.fleq"), "--json", "--terms", "16"))
     assert (facts["layers"], facts["heads"], facts["paper"]) == (8, 34, [12, "m"])
     assert facts["inv"]["relative_error"] < 2e-4
+
+
+def test_a_fleq_machine_is_described_without_a_program():
+    how = ("--kind", "fleq", "--width", "5", "--address-bits", "7", "--functions", "mm,inv, add", "--terms", "16", "--json")
+    facts = json.loads(looped("machine", *how))
+    assert (facts["kind"], facts["matrix"], facts["most_tokens"], facts["functions"]) == ("fleq", 5, 128, ["mm", "add", "inv"])
+    assert (facts["layers"], facts["heads"], facts["inv"]["terms"]) == (8, 18, 16)
+    facts = json.loads(looped("machine", "--kind", "fleq", "--dtype", "float32", "--lambda", "50", "--json"))
+    assert (facts["matrix"], facts["functions"], facts["dtype"]) == (4, ["mm", "add", "sub"], "float32")
+    assert 50 <= facts["lambda"] < 51
+    facts = json.loads(looped("machine", "--layers", "5", "--lambda", "4", "--json"))
+    assert (facts["kind"], facts["layers"], facts["word_bits"]) == ("subleq", 5, 16)
 
 
 def test_layer_and_head_counts_beside_the_papers():

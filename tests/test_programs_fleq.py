@@ -413,11 +413,24 @@ def test_programs_that_do_not_fit_are_refused():
         run_programs(machine_for([program]), [program], backend="triton")
     with pytest.raises(ValueError, match="the Triton kernels multiply in bf16, tf32 or bf16x3"):
         verify(machine_for([program]), program, backend="triton")
+    for precision in ("high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with pytest.raises(
+                ValueError, match=r"need full float32, and PyTorch is set to round factors .* call torch.set_float32"
+            ):
+                run_programs(machine_for([program], dtype=F32), [program], backend="eager")
+            assert machine_for([program]).why_not_backend("eager") is None
+            assert machine_for([program], dtype=F32).why_not_backend("cpu") is None
+        finally:
+            torch.set_float32_matmul_precision("highest")
     for blocks, message in [(("mm", "mm"), "stands twice"), (("mul",), "'mul' is not one of")]:
         with pytest.raises(ValueError, match=message):
             Blocks(blocks)
     with pytest.raises(ValueError, match="A is 3 x 3, got 1 x 2"):
         assemble_fleq("let A = ZEROS (3, 3)\nhalt").with_values({"A": [1, 2]})
+    with pytest.raises(ValueError, match="machine_for: n_layers is not of FLEQ machines; leave it out"):
+        machine_for([program], n_layers=5)
     with pytest.raises(ValueError, match="needs 0 < lo < hi"):
         SigmoidSum("inv", 8, 2.0, 1.0)(np.ones(1))
 

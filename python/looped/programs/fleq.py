@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,6 +51,15 @@ DEFAULT_PRODUCT = {
 def default_product(dtype: torch.dtype, form: str = "pair") -> MatrixProduct:
     """A matrix product for numbers of some 10 in size, by precision and form."""
     return DEFAULT_PRODUCT[dtype, form]
+
+
+def rounds_products(device: str) -> bool:
+    """Whether PyTorch is set to round the factors of float32 products on a device."""
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    chosen = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if chosen is None:  # PyTorch before 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return chosen in ("tf32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -312,11 +321,16 @@ class FleqMachine:
         return None
 
     def why_not_backend(self, backend: str) -> str | None:
-        """The Triton kernels round operands to bfloat16 or tf32, or split them: data would not survive."""
+        """The Triton kernels round operands to bfloat16 or tf32, or split them, and PyTorch may: data would not survive."""
         if backend == "triton":
             return (
                 "a FLEQ machine holds data as numbers, which need float64 or full float32 and many heads; the Triton kernels "
                 'multiply in bf16, tf32 or bf16x3, so use backend="cpu" or "eager"'
+            )
+        if backend == "eager" and self.dtype == torch.float32 and rounds_products(next(self.model.parameters()).device.type):
+            return (
+                "a FLEQ machine holds data as numbers, which need full float32, and PyTorch is set to round factors to tf32 or "
+                'bf16; call torch.set_float32_matmul_precision("highest"), or use backend="cpu" or float64'
             )
         return None
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import looped.engine as engine
+from looped.backends import cpu
 from looped.exits import Exact
 from looped.loop import LoopState, Status
 from looped.model import LoopedTransformer
+from looped.programs.circuit import why_not_model
 from looped.programs.snapshot import Snapshot
 
 OFF_GRID = 1e-3  # a machine rounds its codes in every loop: further off, something else has written them
@@ -146,7 +148,9 @@ def run_programs(
 
 def _placed(machine: Machine, backend: str) -> tuple[str, torch.device]:
     """The backend to ask for, and where the weights are. Raises ValueError for one that does not carry its numbers."""
-    reason, device = machine.why_not_backend(backend), next(machine.model.parameters()).device
+    device = next(machine.model.parameters()).device
+    is_eager = backend == "auto" and (device.type == "cuda" or not cpu.is_there())
+    reason = why_not_model(machine.model.config) or machine.why_not_backend("eager" if is_eager else backend)
     if reason is not None:
         raise ValueError(f"run_programs: {reason}")
     if backend == "auto" and device.type == "cuda" and machine.why_not_backend("triton"):

@@ -39,6 +39,22 @@ class Verification:
     def is_equal(self) -> bool:
         return self.difference is None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        first = self.difference
+        found = None if first is None else {key: _plain(value) for key, value in vars(first).items()}
+        return {
+            "is_equal": self.is_equal,
+            "n_loops": self.n_loops,
+            "halted": self.halted,
+            "difference": found,
+            "error": self.error,
+        }
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
 
 def verify(
     machine: Machine,
