@@ -160,7 +160,7 @@ def transformer(layers: Sequence[Layer], width: int, *, dtype: torch.dtype, n_lo
     Its eval-mode map M is the machine's step: one loop is one instruction.
     """
     n_heads, head_dim, d_ff = sizes_of(layers)
-    sizes = {
+    sizes: dict[str, Any] = {
         "d_model": width,
         "n_heads": n_heads,
         "head_dim": head_dim,
