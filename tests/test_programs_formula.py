@@ -75,7 +75,10 @@ def test_mistakes_in_formulas(formula, message):
         compile_formula(formula, dict(a=1.0))
 
 
-@pytest.mark.parametrize("value", ["1", None, True, [1.0], 1j, 1024, -1e300, math.nan, math.inf, 10**400])
+NO_NUMBERS = ["1", None, True, [1.0], 1j, 1024, -1e300, math.nan, math.inf, 10**400]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=range(len(NO_NUMBERS)))
 def test_values_are_single_numbers_that_a_cell_can_hold(value):
     with pytest.raises(ProgramError, match=r"formula:1:5: 'a' (takes one number|is .*; numbers must be below 1024)"):
         compile_formula("2 * a", {"a": value})
