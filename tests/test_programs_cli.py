@@ -11,6 +11,7 @@ from programs import EXAMPLES
 import looped.engine as engine
 from looped.cli import main
 from looped.loop import Interrupted, Status
+from looped.programs import commands
 from looped.programs.describe import describe, used_sizes
 from looped.programs.fleq import Blocks, FleqMachine
 from looped.programs.machines import machine_for, read_program
@@ -70,6 +71,22 @@ def test_ctrl_c_says_how_many_programs_had_ended(monkeypatch):
     assert "looped: interrupted: 1 of 2 programs had ended; --max-loops N ends the others after N commands" in output
 
 
+def test_a_state_that_is_not_finite_has_no_words_to_show(monkeypatch, tmp_path):
+    make = commands._machine
+
+    def broken(*args):
+        machine = make(*args)
+        with torch.no_grad():
+            machine.model.core[8].mlp.proj.bias[0] = torch.nan
+        return machine
+
+    monkeypatch.setattr(commands, "_machine", broken)
+    output = looped("run", example("add.subleq"), "--trace", "--picture", tmp_path / "run.png", code=4)
+    assert output.splitlines()[0].startswith("add.subleq: corrupt after 1 steps (1 loops, ")
+    assert len(output.splitlines()) == 1
+    assert json.loads(looped("run", example("add.subleq"), "--json", code=4))["memory"] is None
+
+
 def test_run_shows_a_table_of_loops_and_draws_a_picture(tmp_path):
     output = looped("run", example("inverse.fleq"), "--trace", "--picture", tmp_path / "run.png", "--set", "k=1")
     assert "T = At^T X" in output
@@ -88,7 +105,15 @@ def test_a_formula_runs_without_a_file():
 def test_options_of_the_other_machine_are_refused():
     assert "--terms is not of SUBLEQ machines" in looped("run", example("add.subleq"), "--terms", "8", code=2)
     assert "--layers is not of FLEQ machines" in looped("machine", example("inverse.fleq"), "--layers", "5", code=2)
-    assert "are of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    assert "--bits is of a machine without a program" in looped("machine", example("add.subleq"), "--bits", "8", code=2)
+    for name, value in (("kind", "fleq"), ("width", 3), ("functions", "mm"), ("address-bits", 6)):
+        output = looped("machine", example("add.subleq"), f"--{name}", value, code=2)
+        assert f"--{name} is of a machine without a program" in output
+    assert "--width is not of SUBLEQ machines" in looped("machine", "--width", "3", code=2)
+    assert "--functions is not of SUBLEQ machines" in looped("machine", "--kind", "subleq", "--functions", "mm", code=2)
+    assert "--bits is not of FLEQ machines" in looped("machine", "--kind", "fleq", "--bits", "8", code=2)
+    assert "--functions: 'mul' is not one of mm, emul" in looped("machine", "--kind", "fleq", "--functions", "mm,mul", code=2)
+    assert "--loop says which loop --picture draws" in looped("machine", example("add.subleq"), "--loop", "2", code=2)
     assert "--picture is of one SUBLEQ program" in looped("machine", example("inverse.fleq"), "--picture", "x.png", code=2)
 
 
@@ -98,8 +123,13 @@ def test_options_of_the_other_machine_are_refused():
         (("--formula", "a + 1", "--set", "a=1,2"), "'a' takes one number, got [1, 2]"),
         (("--formula", "a + 1", "--set", "a=1", "--set", "b=2"), "the formula has no 'b'"),
         (("--formula", "a**1e999", "--set", "a=1"), "powers are whole numbers of 1 .. 64"),
-        (("--formula", "2", "--wrap"), "--wrap is of SUBLEQ programs"),
-        ((example("inverse.fleq"), "--wrap"), "--wrap is of SUBLEQ programs"),
+        (("--formula", "2", "--wrap"), "--wrap is of .subleq programs"),
+        ((example("inverse.fleq"), "--wrap"), "--wrap is of .subleq programs"),
+        ((example("subtract.minsky"), "--wrap"), "--wrap is of .subleq programs"),
+        ((example("subtract.minsky"), "--set", "x=-1"), "subtract.minsky: x=-1 is below 0; registers hold 0 and more"),
+        ((example("subtract.minsky"), "--set", "constant 1=2"), "constant 1 is a constant of every program"),
+        ((example("add.subleq"), "--set", "ZERO=2"), "add.subleq: ZERO is a constant of every program"),
+        ((example("inverse.fleq"), "--set", "ONE=2"), "inverse.fleq: ONE is a constant of every program"),
         ((example("inverse.fleq"), "--kappa", "0"), "kappa=0 must be a number above 0"),
         ((example("inverse.fleq"), "--kappa", "nan"), "kappa=nan must be a number above 0"),
         ((example("inverse.fleq"), "--kappa", "inf"), "kappa=inf must be a number above 0"),
@@ -155,6 +185,19 @@ def test_verify_says_equal_or_shows_the_first_difference():
     assert (result.is_equal, result.n_loops) == (False, 2)
 
 
+def test_verify_gives_json():
+    result = json.loads(looped("verify", example("add.subleq"), "--json"))
+    expected = dict(program="add.subleq", is_equal=True, n_loops=7, halted=True, difference=None, error=0.0)
+    assert result == expected
+    one, other = json.loads(looped("verify", example("add.subleq"), example("compare.subleq"), "--json"))
+    assert (one["program"], other["program"]) == ("add.subleq", "compare.subleq")
+    result = json.loads(looped("verify", example("inverse.fleq"), "--set", "k=1", "--tolerance", "1e-14", "--json", code=1))
+    assert not result["is_equal"]
+    assert set(result["difference"]) == {"loop", "what", "machine", "interpreter"}
+    assert result["difference"]["what"].startswith("T[")
+    assert 0 < abs(result["difference"]["machine"] - result["difference"]["interpreter"]) < 1e-9
+
+
 def test_verify_names_the_number_that_is_off():
     output = looped("verify", example("inverse.fleq"), "--set", "k=1", "--tolerance", "1e-14", code=1)
     assert "on the machine and" in output
@@ -171,6 +214,18 @@ def test_machine_tells_sizes_read_off_the_weights():
     facts = json.loads(looped("machine", example("calculator.fleq"), "--json", "--terms", "16"))
     assert (facts["layers"], facts["heads"], facts["paper"]) == (8, 34, [12, "m"])
     assert facts["inv"]["relative_error"] < 2e-4
+
+
+def test_a_fleq_machine_is_described_without_a_program():
+    how = ("--kind", "fleq", "--width", "5", "--address-bits", "7", "--functions", "mm,inv, add", "--terms", "16", "--json")
+    facts = json.loads(looped("machine", *how))
+    assert (facts["kind"], facts["matrix"], facts["most_tokens"], facts["functions"]) == ("fleq", 5, 128, ["mm", "add", "inv"])
+    assert (facts["layers"], facts["heads"], facts["inv"]["terms"]) == (8, 18, 16)
+    facts = json.loads(looped("machine", "--kind", "fleq", "--dtype", "float32", "--lambda", "50", "--json"))
+    assert (facts["matrix"], facts["functions"], facts["dtype"]) == (4, ["mm", "add", "sub"], "float32")
+    assert 50 <= facts["lambda"] < 51
+    facts = json.loads(looped("machine", "--layers", "5", "--lambda", "4", "--json"))
+    assert (facts["kind"], facts["layers"], facts["word_bits"]) == ("subleq", 5, 16)
 
 
 def test_layer_and_head_counts_beside_the_papers():

@@ -1,5 +1,6 @@
 """The SUBLEQ machine against the interpreter: every cell at every loop."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,8 +11,10 @@ from programs import EXAMPLES, IN_PART_AND_WHOLE, machine_states, random_subleq
 
 import looped
 from looped.backends import cpu
+from looped.model import LoopedTransformer
 from looped.programs.addresses import add_small, bits_for, codes, increment, least_lambda, position
 from looped.programs.circuit import Layer, Layout
+from looped.programs.fleq import Blocks
 from looped.programs.lists import search_text, sort_text
 from looped.programs.machines import machine_for, read_program
 from looped.programs.run import Outcome, run_programs
@@ -280,7 +283,11 @@ def test_limits_and_corruption_are_told():
     assert run_programs(machine, [program], max_loops=5)[0].outcome is Outcome.CORRUPT
     with torch.no_grad():
         machine.model.core[8].mlp.proj.bias[machine.layout.row("PC", 1)] = math.nan
-    assert run_programs(machine, [program], max_loops=5)[0].outcome is Outcome.CORRUPT
+    run = run_programs(machine, [program], max_loops=5)[0]
+    assert (run.outcome, run.pc, run.memory, run.named_values()) == (Outcome.CORRUPT, None, None, [])
+    assert (run.to_dict()["memory"], run.to_dict()["pc"]) == (None, None)
+    with pytest.raises(ValueError, match="the state is not finite, so a has no value"):
+        run["a"]
 
 
 REFUSED = [
@@ -315,3 +322,19 @@ def test_programs_that_do_not_fit_are_refused():
         machine_for([program, wide])
     with pytest.raises(ValueError, match="there is no program"):
         machine_for([])
+    with pytest.raises(ValueError, match="machine_for: blocks is not of SUBLEQ machines; leave it out"):
+        machine_for([program], blocks=Blocks())
+
+
+@pytest.mark.parametrize(("field", "value"), [("mask_kind", "causal"), ("activation", "gelu")])
+def test_a_model_that_masks_or_adds_is_no_machine(field, value):
+    program = read_program(EXAMPLES / "add.subleq")
+    machine = machine_for([program])
+    machine.model = LoopedTransformer(dataclasses.replace(machine.model.config, **{field: value})).double().eval()
+    for run in (run_programs, verify_all):
+        with pytest.raises(ValueError, match=f"the machine's model has {field}='{value}', and the layers of a machine need"):
+            run(machine, [program])
+
+
+def verify_all(machine, programs):
+    return [verify(machine, program) for program in programs]

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import EXAMPLES
 
-from looped.programs.fleq_text import assemble_fleq, read_fleq
+from looped.programs.fleq_text import assemble_fleq
 from looped.programs.machines import read_program
-from looped.programs.minsky import minsky_states, parse_minsky, translate_minsky
+from looped.programs.minsky import parse_minsky, translate_minsky
 from looped.programs.source import ProgramError
-from looped.programs.subleq_plain import run_subleq
 from looped.programs.subleq_text import assemble_subleq
 
 SUBLEQ = """
@@ -40,6 +39,9 @@ def test_a_subleq_program_is_what_it_says():
     assert program.command_text(1) == "list+1 -= ZERO -> command 0"
     assert program.with_values({"list": [5]}).memory[:4] == (7, 5, -2, 16)
     assert assemble_subleq("x: 200\nhalt", n_bits=8, wrap=True).memory[0] == -56
+    for n_bits in (0, 1, 64):
+        with pytest.raises(ValueError, match=f"n_bits={n_bits} must lie in 2 .. 63"):
+            assemble_subleq("halt", n_bits=n_bits)
 
 
 SUBLEQ_ERRORS = [
@@ -87,6 +89,9 @@ def test_values_that_do_not_fit_are_refused():
         ({"x": None}, "p: x takes whole numbers, got None"),
         ({"x": [[1]]}, r"p: x takes whole numbers, got \[1\]"),
         ({"x": True}, "p: x takes whole numbers, got True"),
+        ({"ZERO": 1}, "p: ZERO is a constant of every program, which has no other word"),
+        ({"MINUS_ONE+0": -1}, r"p: MINUS_ONE\+0 is a constant of every program"),
+        ({"list+²": 1}, "p: 'list.²' is outside the 3 cells of list"),
     ]:
         with pytest.raises(ValueError, match=message):
             program.with_values(values)
@@ -110,7 +115,10 @@ l: mm C, A, E if k -> out
    transpose F, D
    nop if k -> l
    jmp l
-out: halt
+out: sub k, k, k if ZERO -> l
+   copy k, k if k -> end
+   perc k, k if ONE -> end
+end: halt
 """
 
 
@@ -133,6 +141,13 @@ def test_a_fleq_program_is_what_it_says():
     assert (program.value("A", program.memory) == [[1, 2], [3, 4.5]]).all()
     assert program.command_text(0) == "C = A^T E if k <= 0 -> command 7"
     assert program.command_text(2) == "r.1 = r.1 - k"
+    assert [program.command_text(i) for i in (4, 5, 6, 7)] == [
+        "F = D^T",
+        "if k <= 0 -> command 0",
+        "to command 0",
+        "k = k - k -> command 0",
+    ]
+    assert [program.command_text(i) for i in (8, 9, 10)] == ["k = k if k <= 0 -> command 10", "k = k / 100", "halt"]
     assert (program.with_values({"r": [7, 8, 9]}).value("r", program.with_values({"r": [7, 8, 9]}).memory) == [[7, 8, 9]]).all()
 
 
@@ -171,86 +186,6 @@ FLEQ_ERRORS = [
 def test_mistakes_in_fleq_name_their_place(text, message):
     with pytest.raises(ProgramError, match=message):
         assemble_fleq(text, name="p")
-
-
-def test_data_files_are_read_beside_the_program(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(6.0).reshape(2, 3))
-    (tmp_path / "b.csv").write_text("1,2\n3.5,-4\n")
-    (tmp_path / "c.csv").write_text("1,2\n3,x\n")
-    np.save(tmp_path / "d.npy", np.array([np.nan]))
-    np.save(tmp_path / "e.npy", np.array([{}], dtype=object), allow_pickle=True)
-    path = tmp_path / "p.fleq"
-    path.write_text("let A = a.npy\nlet B = b.csv\nmm C, B, A\nhalt")
-    program = read_fleq(path)
-    assert (program.value("A", program.memory) == np.arange(6).reshape(2, 3)).all()
-    assert (program.value("B", program.memory) == [[1, 2], [3.5, -4]]).all()
-    for name, message in [
-        ("c.csv", "holds no matrix"),
-        ("d.npy", "NaN"),
-        ("e.npy", "holds no matrix"),
-        ("f.npy", "cannot be read"),
-    ]:
-        path.write_text(f"let A = {name}\nhalt")
-        with pytest.raises(ProgramError, match=f"p.fleq:1:9: .*{message}"):
-            read_fleq(path)
-
-
-MINSKY_ERRORS = [
-    ("adds r", "m:1:1: 'adds' is no instruction"),
-    ("sub r", "m:1:1: write one of"),
-    ("sub r then l", "m:1:1: write one of"),
-    ("goto l", "m:1:6: there is no instruction named 'l'"),
-    ("add one", "m:1:5: 'one' cannot name a register"),
-    ("r: add r", "m:1:1: 'r' names an instruction and a register"),
-    ("l: halt\nl: halt", "m:2:1: 'l' is named twice"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), MINSKY_ERRORS)
-def test_mistakes_in_minsky_machines_name_their_place(text, message):
-    with pytest.raises(ProgramError, match=message):
-        parse_minsky(text, name="m")
-
-
-@pytest.mark.parametrize(("x", "y"), [(7, 3), (3, 7), (0, 0), (5, 5)])
-def test_a_minsky_machine_translates_to_subleq(x, y):
-    text = (EXAMPLES / "subtract.minsky").read_text()
-    *_, last = minsky_states(text, {"x": x, "y": y})
-    program = translate_minsky(text, values={"x": x, "y": y})
-    _, pc, memory = run_subleq(program, 1000)
-    assert pc == program.end
-    assert {name: program.value(name, memory) for name in ("x", "y")} == last
-    assert last["x"] == max(x - y, 0)
-    assert len(translate_minsky("sub r else l\nl: halt").commands) == 5 + 3  # a halt, one at the end of all, and the end itself
-
-
-@st.composite
-def minsky_machines(draw):
-    """A few instructions on two registers; endless ones are cut."""
-    n = draw(st.integers(1, 8))
-    lines = []
-    for i in range(n):
-        kind = draw(st.sampled_from(["add", "sub", "goto"]))
-        register, to = draw(st.sampled_from("pq")), draw(st.integers(0, n))
-        lines.append(f"l{i}: " + {"add": f"add {register}", "sub": f"sub {register} else l{to}", "goto": f"goto l{to}"}[kind])
-    return "\n".join([*lines, f"l{n}: halt"]), draw(st.integers(0, 5)), draw(st.integers(0, 5))
-
-
-@settings(max_examples=60, deadline=None)
-@given(minsky_machines())
-def test_minsky_machines_keep_their_meaning(machine):
-    text, p, q = machine
-    registers = parse_minsky(text)[2]
-    values = {name: value for name, value in (("p", p), ("q", q)) if name in registers}
-    states = []
-    for state in minsky_states(text, values):
-        states.append(state)
-        if len(states) > 200:
-            return
-    program = translate_minsky(text, values=values)
-    _, pc, memory = run_subleq(program, 2000)
-    assert pc == program.end
-    assert {name: program.value(name, memory) for name in registers} == states[-1]
 
 
 WORDS = [

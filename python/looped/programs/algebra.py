@@ -8,6 +8,32 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 
+def table(given: ArrayLike, what: str, shape: tuple[int | None, ...]) -> Array:
+    """float64 of a shape, whose sizes are given or, where None, free but not 0. Raises ValueError for another, or NaN."""
+    array = np.asarray(given, dtype=np.float64)
+    fits = array.ndim == len(shape) and all(
+        n == want or (want is None and n) for n, want in zip(array.shape, shape, strict=True)
+    )
+    if not fits:
+        form = ", ".join("n" if want is None else str(want) for want in shape)
+        raise ValueError(f"{what} must be [{form}], got {list(array.shape)}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{what} holds NaN or infinity")
+    return array
+
+
+def square(given: ArrayLike, what: str) -> Array:
+    """float64 [n, n]. Raises ValueError for another shape, or NaN."""
+    array = table(given, what, (None, None))
+    return table(array, what, (len(array), len(array)))
+
+
+def check_count(n: int, what: str) -> None:
+    """Raises ValueError for less than one time: a counted loop runs its body before it counts."""
+    if n < 1:
+        raise ValueError(f"{what}={n} must be at least 1")
+
+
 def matrix_text(matrix: ArrayLike) -> str:
     """A matrix as the assembler reads it, to the last bit."""
     rows = np.atleast_2d(np.asarray(matrix, dtype=np.float64)).tolist()
@@ -28,8 +54,12 @@ def counted(label: str, counter: str, body: list[str]) -> list[str]:
 
 
 def inverse_text(A: ArrayLike, n_iterations: int) -> str:
-    """Newton's inverse X <- X (2 I - A X), from X_0 = A^T / (|A|_1 |A|_inf), whose scale the host computes. Result: X."""
-    A = np.asarray(A, dtype=np.float64)
+    """Newton's inverse X <- X (2 I - A X), from X_0 = A^T / (|A|_1 |A|_inf), whose scale the host computes. Result: X.
+
+    A [n, n]. Raises ValueError for another shape, or no iteration.
+    """
+    A = square(A, "inverse_text: A")
+    check_count(n_iterations, "inverse_text: n_iterations")
     start = A.T / (np.abs(A).sum(axis=0).max() * np.abs(A).sum(axis=1).max())
     lines = [
         f"let At = {matrix_text(A.T)}",
@@ -53,10 +83,19 @@ def _newton_data(n_iterations: int, z: float) -> list[str]:
 
 
 def power_text(A: ArrayLike, v: ArrayLike, n_iterations: int, n_newton: int = 6) -> str:
-    """Power iteration v <- A v / |A v|, the root by Newton from the last step's. Result: v, the leading eigenvector."""
-    A = np.asarray(A, dtype=np.float64)
-    start = np.asarray(v, dtype=np.float64).reshape(-1, 1) / np.linalg.norm(v)
+    """Power iteration v <- A v / |A v|, the root by Newton from the last step's. Result: v, the leading eigenvector.
+
+    A [n, n], v [n], where it begins. Raises ValueError for other shapes, v = 0, or no iteration.
+    """
+    A = square(A, "power_text: A")
+    start = table(v, "power_text: v", (len(A),)).reshape(-1, 1)
+    if not start.any() or not A.any():
+        raise ValueError("power_text: A and v must not be 0")
+    start = start / np.linalg.norm(start)
+    check_count(n_iterations, "power_text: n_iterations")
+    check_count(n_newton, "power_text: n_newton")
     lines = [
+        f"; Power iteration: v <- A v / |A v|, {n_iterations} times",
         f"let At = {matrix_text(A.T)}",
         f"let v = {matrix_text(start)}",
         f"let k = {n_iterations}",
@@ -72,14 +111,18 @@ def power_text(A: ArrayLike, v: ArrayLike, n_iterations: int, n_newton: int = 6)
 def gauss_seidel_text(A: ArrayLike, b: ArrayLike, n_iterations: int) -> str:
     """Gauss-Seidel for A x = b: x_i <- x_i + (b_i - <A_i, x>) / A_ii, one unknown after the other. Result: x, a row.
 
-    The reciprocals of the diagonal come from the `inv` block and two Newton steps d <- d (2 - a d).
+    The reciprocals of the diagonal come from the `inv` block, so it must lie where that is fitted, and two Newton steps
+    d <- d (2 - a d). A [n, n], b [n]. Raises ValueError for other shapes, or no sweep.
     """
-    A, b = np.asarray(A, dtype=np.float64), np.asarray(b, dtype=np.float64).reshape(1, -1)
+    A = square(A, "gauss_seidel_text: A")
     n = len(A)
+    b = table(b, "gauss_seidel_text: b", (n,)).reshape(1, -1)
+    check_count(n_iterations, "gauss_seidel_text: n_iterations")
     sweep = []
     for i in range(n):
         sweep += ["transpose xt, x", f"mm r, At.{i}, xt", f"sub r, b.{i}, r", f"emul r, r, d.{i}", f"add x.{i}, x.{i}, r"]
     lines = [
+        f"; Gauss-Seidel for A x = b, {n_iterations} sweeps: x_i <- x_i + (b_i - <A_i, x>) / A_ii",
         f"let At = {matrix_text(A.T)}",
         f"let diagonal = {matrix_text(np.diag(A))}",
         f"let b = {matrix_text(b)}",
@@ -95,11 +138,18 @@ def gauss_seidel_text(A: ArrayLike, b: ArrayLike, n_iterations: int) -> str:
 
 
 def qr_text(A: ArrayLike, n_newton: int = 12) -> str:
-    """QR by modified Gram-Schmidt, column by column, lengths by Newton. Results: Q, and R = Q^T A."""
-    A = np.asarray(A, dtype=np.float64)
+    """QR by modified Gram-Schmidt, column by column, lengths by Newton. Results: Q, and R = Q^T A.
+
+    A [m, n] of full rank, n at most m. Raises ValueError for another, or no step of Newton's.
+    """
+    A = table(A, "qr_text: A", (None, None))
     n = A.shape[1]
+    if np.linalg.matrix_rank(A) < n:
+        raise ValueError(f"qr_text: A {list(A.shape)} must have columns that are independent")
+    check_count(n_newton, "qr_text: n_newton")
     longest = float(np.linalg.norm(A, axis=0).max())
     lines = [
+        "; QR by modified Gram-Schmidt: each column without its parts along those before, over its length",
         f"let A = {matrix_text(A)}",
         f"let V = {matrix_text(A)}",
         f"let Q = ZEROS ({A.shape[0]}, {n})",

@@ -1,7 +1,7 @@
 """Function blocks of the FLEQ machine: what one attention layer computes of the operands A and B in the scratchpad.
 
-Each block writes rows of its own in the scratchpad's tokens. It states `error`, a bound or a measured error, and `valid`, where
-it holds. Blocks after Giannou et al. (2023), section 6; where they differ, docs/programs.md says why.
+Each block writes rows of its own in the scratchpad's tokens. Each is a `Block`: it states `bound`, how far a result may be off,
+and `valid`, where that holds. Blocks after Giannou et al. (2023), section 6; where they differ, docs/programs.md says why.
 """
 
 from __future__ import annotations
@@ -10,17 +10,33 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from looped.programs.circuit import Layer, Layout, Terms, merged, rows_of
+from looped.programs.fleq_program import MOST_DATA
 
 RIDGE = 1e-7  # on coefficients: as exact as without, and they stay small, which float32 needs
 HIDE = 40.0  # exp(-40): below the rounding of float64 beside a weight that counts
 Form = Literal["single", "pair", "richardson"]
 Function = Literal["inv", "sqrt"]
+
+
+class Block(Protocol):
+    """What a function of the machine states of itself."""
+
+    @property
+    def of(self) -> str:
+        """What numbers `valid` and `bound` speak of."""
+
+    @property
+    def valid(self) -> tuple[float, float]:
+        """The least and the largest of these numbers; all numbers of memory must be below 1024 in size too."""
+
+    def bound(self, s: float, width: int, eps: float) -> float:
+        """The most that a result is off where they are at most s (of a sigmoid sum: are s), in a type of precision eps."""
 
 
 def _query(code: list[Terms], layout: Layout, n_constants: int) -> list[Terms]:
@@ -35,8 +51,8 @@ class MatrixProduct:
     A column a_i attends to the columns b_j with scores s / kappa, s = <b_j, a_i>, and to a sink with score C, so that
     exp(s / kappa) = 1 + s / kappa + ... is read over a denominator of about D0 = e^C + w.
 
-    form: ``"single"``, one head as in the paper, error O(s^2 / kappa) and e^-C; ``"pair"``, a head for +s and one for -s, whose
-    even terms cancel, with the denominator's first order put right by the feed-forward layer, error O(s^3 / kappa^2);
+    form: ``"single"``, one head as in the paper, error O(s^2 / kappa) and w s e^-C; ``"pair"``, a head for +s and one for -s,
+    whose even terms cancel, with the denominator's first order put right by the feed-forward layer, error O(s^3 / kappa^2);
     ``"richardson"``, two pairs, 4/3 at 2 kappa - 1/3 at kappa, error O(s^5 / kappa^4).
     kappa must grow with |s| (|s| / kappa <= 1/2 is enforced) and be small for a coarse precision: rounding adds about
     kappa * ulp(C).
@@ -45,6 +61,8 @@ class MatrixProduct:
     form: Form
     kappa: float
     sink: float
+
+    of = "products of two columns"
 
     def __post_init__(self) -> None:
         if not 0 < self.kappa < math.inf:
@@ -61,11 +79,21 @@ class MatrixProduct:
         """The largest |s| it takes."""
         return self.kappa / 2
 
-    def error(self, s: float, eps: float) -> float:
-        """A bound on the error of one entry, for scores up to s and a relative rounding of eps."""
-        x = s / self.kappa
-        terms = {"single": s * (x + math.exp(-self.sink)), "pair": s * x * x, "richardson": s * x**4}
-        return terms[self.form] + 4 * self.kappa * eps * max(1.0, self.sink)
+    @property
+    def valid(self) -> tuple[float, float]:
+        return -self.largest, self.largest
+
+    def bound(self, s: float, width: int, eps: float, size: float | None = None) -> float:
+        """The most that an entry is off, for |<b_j, a_i>| up to s over all columns of matrices up to `width`.
+
+        size: the largest sum of |b_jk a_ik|, which the rounding of a product is of; default s. Softmax is off by s^2 / 2 kappa
+        and w s e^-C (single), s^3 / kappa^2 (pair; 1.2 of it for wide matrices and C below 2, a sixth for one column), s^5 /
+        kappa^4 (richardson) at most. What is put right is multiplied by 1 + w e^-C.
+        """
+        x, loss = abs(s) / self.kappa, width * math.exp(-self.sink)
+        terms = {"single": x + loss, "pair": 1.2 * x * x, "richardson": x**4}
+        rounding = 4 * self.kappa * max(1.0, self.sink) + (width + 4) * abs(s if size is None else size)
+        return abs(s) * terms[self.form] + eps * rounding * (1 if self.form == "single" else 1 + loss)
 
     def attend(self, layer: Layer, layout: Layout, width: int, out: range) -> None:
         """Heads that add s_k, up to what `fixed` mends, to out[k] of every scratchpad token."""
@@ -114,6 +142,8 @@ class SigmoidSum:
     lo: float
     hi: float
 
+    of = "numbers"
+
     @property
     def n_heads(self) -> int:
         return self.m
@@ -137,12 +167,88 @@ class SigmoidSum:
         x = np.geomspace(self.lo, self.hi, 2000)
         return float(np.abs(self(x) / FUNCTIONS[self.function](x) - 1).max())
 
+    @property
+    def valid(self) -> tuple[float, float]:
+        return self.lo, self.hi
+
+    def bound(self, s: float, width: int, eps: float) -> float:
+        """The most that f(s) is off: the sum in exact arithmetic, and the rounding of scores, sigmoids and terms."""
+        c_0, terms = self.fit
+        c, a, b = terms.T
+        z = a * s + b
+        slopes = 1 / (4 * np.cosh(np.clip(z / 2, -300, 300)) ** 2)
+        rounding = np.abs(c) @ (4 * slopes * (np.abs(a * s) + np.abs(b)) + 4 + self.m / 2) + 4 * abs(c_0)
+        return float(self.error * abs(FUNCTIONS[self.function](s)) + eps * rounding)
+
     def attend(self, layer: Layer, layout: Layout, out: range) -> None:
         """Heads that add the sum for A's first row to out[0]."""
         c_0, terms = self.fit
         for c, a, b in terms:
             sigmoid_head(layer, layout, float(a), float(b), float(c), out[0])
         layer.unit({layout.row("IND"): 1.0}, 0.0, {out[0]: c_0})
+
+
+@dataclass(frozen=True)
+class Sigmoid:
+    """1 / (1 + exp(-x)): one head, a softmax over two tokens."""
+
+    of = "numbers"
+    valid = (-MOST_DATA, MOST_DATA)
+
+    def bound(self, s: float, width: int, eps: float) -> float:
+        """Rounding: that of the score moves the sigmoid by |x| / (4 cosh(x / 2)^2) < 1/4 of it."""
+        return 8 * eps
+
+    def attend(self, layer: Layer, layout: Layout, out: range) -> None:
+        """A head that adds the sigmoid of A's first row to out[0]."""
+        sigmoid_head(layer, layout, 1.0, 0.0, 1.0, out[0])
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A + sign B, by the feed-forward layer."""
+
+    sign: float
+
+    of = "|a| + |b|"
+    valid = (0.0, MOST_DATA)
+
+    def bound(self, s: float, width: int, eps: float) -> float:
+        """Rounding, and what reading and writing mix in of other tokens, which is below eps."""
+        return eps * (1 + s)
+
+    def add(self, layer: Layer, layout: Layout, out: range) -> None:
+        """Units that add A + sign B to out."""
+        for a, b, to in zip(layout["A"], layout["B"], out, strict=True):
+            layer.add({a: 1.0, b: self.sign}, {to: 1.0})
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The product times a factor, written by the feed-forward layer, which also puts the product's denominator right.
+
+    `mm`; a transpose, which multiplies by the identity; `perc`, which multiplies by 1, and the factor is 1 / 100; and `emul`,
+    which makes the products of all columns, keeps the diagonal, and so takes products larger than a number of memory.
+    """
+
+    product: MatrixProduct
+    factor: float = 1.0
+    of: str = MatrixProduct.of
+    most: float = MOST_DATA
+
+    @property
+    def valid(self) -> tuple[float, float]:
+        most = min(self.product.largest, self.most)
+        return -most, most
+
+    def bound(self, s: float, width: int, eps: float) -> float:
+        """The product's, times the factor, and one more rounding where there is a factor."""
+        return self.factor * (self.product.bound(s, width, eps) + (eps * abs(s) if self.factor != 1 else 0.0))
+
+    def add(self, layer: Layer, layout: Layout, width: int, out: range) -> None:
+        """Units that add the product to out."""
+        for k, to in enumerate(out):
+            layer.add(self.product.fixed(layout, width, layout["RAW"], k), {to: self.factor})
 
 
 def sigmoid_head(layer: Layer, layout: Layout, a: float, b: float, c: float, out: int) -> None:

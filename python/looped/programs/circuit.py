@@ -20,6 +20,20 @@ import torch
 from looped.config import LoopedConfig
 from looped.model import LoopedTransformer
 
+# What the layers of a machine need of a model. Every token sees every other: there is no causal mask, and no padding, which a
+# prompt of a machine never has.
+FORM: dict[str, Any] = {
+    "input_kind": "states",
+    "readout": "none",
+    "activation": "relu",
+    "norm_kind": "none",
+    "mask_kind": "full",
+    "pos_kind": "none",
+    "inject": "none",
+    "state_init": "embedding",
+    "loop_norm": "none",
+}
+
 Terms = Mapping[int, float]  # sum of coefficient * feature, by the feature's number
 
 
@@ -146,23 +160,15 @@ def transformer(layers: Sequence[Layer], width: int, *, dtype: torch.dtype, n_lo
     Its eval-mode map M is the machine's step: one loop is one instruction.
     """
     n_heads, head_dim, d_ff = sizes_of(layers)
-    config = LoopedConfig(
-        input_kind="states",
-        readout="none",
-        d_model=width,
-        n_heads=n_heads,
-        head_dim=head_dim,
-        d_ff=d_ff,
-        activation="relu",
-        norm_kind="none",
-        mask_kind="full",
-        n_core=len(layers),
-        pos_kind="none",
-        inject="none",
-        state_init="embedding",
-        loop_norm="none",
-        n_loops=n_loops,
-    )
+    sizes: dict[str, Any] = {
+        "d_model": width,
+        "n_heads": n_heads,
+        "head_dim": head_dim,
+        "d_ff": d_ff,
+        "n_core": len(layers),
+        "n_loops": n_loops,
+    }
+    config = LoopedConfig(**sizes, **FORM)
     with torch.device("meta"):
         model = LoopedTransformer(config)
     model = model.to_empty(device="cpu").to(torch.float64).eval().requires_grad_(False)
@@ -179,6 +185,15 @@ def transformer(layers: Sequence[Layer], width: int, *, dtype: torch.dtype, n_lo
             for row, value in out.items():
                 block.mlp.proj.weight[row, unit] = value
     return model.to(dtype)
+
+
+def why_not_model(config: LoopedConfig) -> str | None:
+    """Why a model cannot be a machine, and None where it can."""
+    for name, value in FORM.items():
+        if (found := getattr(config, name)) != value:
+            reason = ", since every token must see every other" if name == "mask_kind" else ""
+            return f"the machine's model has {name}={found!r}, and the layers of a machine need {value!r}{reason}"
+    return None
 
 
 def _write_head(attn: Any, h: int, head: Head, n_heads: int, head_dim: int) -> None:

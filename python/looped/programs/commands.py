@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,8 @@ def _load(
         values[name] = _value_of(value, name)
     if (formula is None) == (not files):
         raise click.UsageError("give program files, or --formula")
-    if wrap and (formula is not None or any(file.suffix == ".fleq" for file in files)):
-        raise click.UsageError("--wrap is of SUBLEQ programs, whose words have a width")
+    if wrap and (formula is not None or any(file.suffix != ".subleq" for file in files)):
+        raise click.UsageError("--wrap is of .subleq programs, whose words wrap")
     if formula is not None:
         compiled = compile_formula(formula, values)
         for name in values:
@@ -90,31 +90,65 @@ def _load(
     return programs
 
 
-def _machine(programs: list[Any], options: Options) -> Any:
+def _refuse_others(kind: str, options: Options) -> None:
+    """Options of the other kind of machine do nothing here."""
+    for other, names in (("fleq", ("layers", "bits")), ("subleq", ("product", "kappa", "terms", "width", "functions"))):
+        for name in names:
+            if kind == other and options.get(name) is not None:
+                raise click.UsageError(f"--{name} is not of {kind.upper()} machines")
+
+
+def _blocks(names: Collection[str], options: Options) -> Any:
+    """The functions of a FLEQ machine, made as the options say."""
     import torch
 
     from looped.programs.blocks import MatrixProduct, SigmoidSum
     from looped.programs.fleq import FUNCTION_NAMES, Blocks, default_product
+
+    standard = default_product(getattr(torch, options["dtype"]), options["product"] or "pair")
+    kappa, terms = options["kappa"], options["terms"] or 32
+    for name in names:
+        if name not in FUNCTION_NAMES:
+            raise click.UsageError(f"--functions: {name!r} is not one of {', '.join(FUNCTION_NAMES)}")
+    return Blocks(
+        tuple(name for name in FUNCTION_NAMES if name in names),
+        product=MatrixProduct(standard.form, standard.kappa if kappa is None else kappa, standard.sink),
+        inv=SigmoidSum("inv", terms, 0.2, 20.0),
+        sqrt=SigmoidSum("sqrt", terms, 0.02, 40.0),
+    )
+
+
+def _machine(programs: list[Any], options: Options) -> Any:
+    import torch
+
     from looped.programs.machines import machine_for
 
-    dtype = getattr(torch, options["dtype"])
-    kind = programs[0].kind
-    for other, names in (("fleq", ("layers",)), ("subleq", ("product", "kappa", "terms"))):
-        for name in names:
-            if kind == other and options[name] is not None:
-                raise click.UsageError(f"--{name} is not of {kind.upper()} machines")
-    blocks = None
+    kind, more = programs[0].kind, Options()
+    _refuse_others(kind, options)
     if kind == "fleq":
-        used = {command.function for program in programs for command in program.commands if program.kind == "fleq"}
-        standard = default_product(dtype, options["product"] or "pair")
-        kappa, terms = options["kappa"], options["terms"] or 32
-        blocks = Blocks(
-            tuple(name for name in FUNCTION_NAMES if name in used),
-            product=MatrixProduct(standard.form, standard.kappa if kappa is None else kappa, standard.sink),
-            inv=SigmoidSum("inv", terms, 0.2, 20.0),
-            sqrt=SigmoidSum("sqrt", terms, 0.02, 40.0),
-        )
-    return machine_for(programs, dtype=dtype, n_layers=int(options["layers"] or 9), lam=options["lam"], blocks=blocks)
+        used = {command.function for program in programs if program.kind == "fleq" for command in program.commands}
+        more["blocks"] = _blocks(used - {None}, options)
+    elif options["layers"] is not None:
+        more["n_layers"] = int(options["layers"])
+    return machine_for(programs, dtype=getattr(torch, options["dtype"]), lam=options["lam"], **more)
+
+
+def _machine_without_program(kind: str, options: Options) -> Any:
+    """A machine of given sizes."""
+    import torch
+
+    from looped.programs.fleq import FleqMachine
+    from looped.programs.subleq import SubleqMachine
+
+    _refuse_others(kind, options)
+    more: Options = {"dtype": getattr(torch, options["dtype"])}
+    if options["lam"] is not None:
+        more["lam"] = options["lam"]
+    address_bits = options["address_bits"] or 6
+    if kind == "subleq":
+        return SubleqMachine(options["bits"] or 16, address_bits, n_layers=int(options["layers"] or 9), **more)
+    names = [name.strip() for name in (options["functions"] or "mm,add,sub").split(",")]
+    return FleqMachine(options["width"] or 4, address_bits, blocks=_blocks(names, options), **more)
 
 
 def _check_picture(path: Path | None) -> None:
@@ -173,7 +207,6 @@ def run_command(
 
     Exits with 0 where all halted, 3 where one came to the loop limit, 4 where one is corrupt, 2 for a mistake.
     """
-    from looped.programs.machines import check_program
     from looped.programs.tracing import trace, trace_table
 
     if len(files) > 1 and (traced or picture):
@@ -181,26 +214,25 @@ def run_command(
     _check_picture(picture)
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
-    for program in programs:
-        check_program(machine, program, max_loops)
     runs = _run_all(machine, programs, max_loops, backend)
-    rows = list(trace(machine, programs[0], max_loops, backend=backend)) if traced else []
+    is_seen = runs[0].memory is not None  # else there is no state to show
+    rows = list(trace(machine, programs[0], max_loops, backend=backend, check=False)) if traced and is_seen else []
     if as_json:
         result: list[dict[str, Any]] = [run.to_dict() for run in runs]
         if traced:
             result[0]["trace"] = [row.to_dict() for row in rows]
         click.echo(json.dumps(result if len(files) > 1 else result[0]))
     else:
-        if traced:
+        if traced and is_seen:
             _console().print(trace_table(rows))
         for run in runs:
             click.echo(f"{run.program.name}: {run.outcome.value} after {run.steps} steps ({run.n_loops} loops, {run.backend})")
             for line in run.named_values():
                 click.echo(f"  {line}")
-    if picture:
+    if picture and is_seen:
         from looped.programs.pictures import draw_run
 
-        draw_run(machine, programs[0], max_loops, picture, backend=backend)
+        draw_run(machine, programs[0], max_loops, picture, backend=backend, check=False)
         click.echo(f"looped: wrote {picture}", err=True)
     raise click.exceptions.Exit(max(EXIT_CODES[run.outcome.value] for run in runs))
 
@@ -213,6 +245,7 @@ def run_command(
     type=click.FloatRange(min=0),
     help="Largest difference of a number; default 0 for SUBLEQ, none for FLEQ.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def verify_command(
     files: tuple[Path, ...],
     fields: tuple[str, ...],
@@ -221,60 +254,67 @@ def verify_command(
     max_loops: int,
     backend: str,
     tolerance: float | None,
+    as_json: bool,
     **options: Any,
 ) -> None:
     """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
-    from looped.programs.machines import check_program
     from looped.programs.verification import verify
 
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
-    equal = True
+    results = []
     for program in programs:
-        check_program(machine, program, max_loops)
         result = verify(machine, program, max_loops=max_loops, tolerance=tolerance, backend=backend)
-        equal &= result.is_equal
+        results.append(result)
+        if as_json:
+            continue
         end = "to its halt" if result.halted else "and has not halted"
         error = f", largest error {result.error:.2g}" if program.kind == "fleq" else ""
         click.echo(f"{program.name}: {result.difference or f'equal for {result.n_loops} loops, {end}{error}'}")
-    raise click.exceptions.Exit(0 if equal else 1)
+    if as_json:
+        facts = [{"program": p.name, **result.to_dict()} for p, result in zip(programs, results, strict=True)]
+        click.echo(json.dumps(facts if len(files) > 1 else facts[0]))
+    raise click.exceptions.Exit(0 if all(result.is_equal for result in results) else 1)
 
 
 @click.command("machine")
 @_files
 @_with(*_machine_options)
-@click.option("--bits", type=click.IntRange(2, 63), help="Without a program: word width; default 16.")
+@click.option("--kind", type=click.Choice(["subleq", "fleq"]), help="Without a program: which machine; default subleq.")
+@click.option("--bits", type=click.IntRange(2, 63), help="Without a program, SUBLEQ: word width; default 16.")
+@click.option("--width", type=click.IntRange(1, 64), help="Without a program, FLEQ: rows and columns; default 4.")
+@click.option(
+    "--functions", metavar="LIST", help="Without a program, FLEQ: of mm,emul,perc,add,sub,inv,sqrt,sig; default mm,add,sub."
+)
 @click.option("--address-bits", type=click.IntRange(2, 20), help="Without a program: of positions; default 6.")
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw a command of one program on its way through the layers.")
-@click.option("--loop", default=1, show_default=True, type=click.IntRange(min=1), help="With --picture: which loop.")
+@click.option("--loop", type=click.IntRange(min=1), help="With --picture: which loop; default 1.")
 def machine_command(
     files: tuple[Path, ...],
-    bits: int | None,
-    address_bits: int | None,
+    kind: str | None,
     as_json: bool,
     picture: Path | None,
-    loop: int,
+    loop: int | None,
     **options: Any,
 ) -> None:
-    """Describe the machine that runs these programs, or a SUBLEQ machine: layers, heads, widths, lambda, limits."""
+    """Describe the machine that runs these programs, or one of given sizes: layers, heads, widths, lambda, limits."""
     from looped.programs.describe import describe, description_tables
     from looped.programs.pictures import draw_layers
-    from looped.programs.subleq import SubleqMachine
-    from looped.programs.subleq_text import assemble_subleq
 
     _check_picture(picture)
-    if files and (bits or address_bits):
-        raise click.UsageError("--bits and --address-bits are of a machine without a program")
-    programs = _load(files) if files else [assemble_subleq("halt", n_bits=bits or 16)]
-    machine = _machine(programs, options)
-    if not files:
-        lam, n_layers = machine.lam_asked, len(machine.layers)
-        machine = SubleqMachine(bits or 16, address_bits or 6, n_layers=n_layers, lam=lam, dtype=machine.dtype)
+    if loop is not None and picture is None:
+        raise click.UsageError("--loop says which loop --picture draws; give that too")
+    given = [name for name in ("bits", "width", "functions", "address_bits") if options[name] is not None]
+    for name in ["kind"] * (kind is not None) + given:
+        if files:
+            raise click.UsageError(f"--{name.replace('_', '-')} is of a machine without a program")
+    programs = _load(files) if files else []
+    machine = _machine(programs, options) if files else _machine_without_program(kind or "subleq", options)
     if picture:
-        if len(files) != 1 or not isinstance(machine, SubleqMachine):
+        if len(files) != 1 or machine.kind != "subleq":
             raise click.UsageError("--picture is of one SUBLEQ program")
-        draw_layers(machine, programs[0], loop, picture)
+        draw_layers(machine, programs[0], loop or 1, picture)
         click.echo(f"looped: wrote {picture}", err=True)
     facts = describe(machine)
     if as_json:

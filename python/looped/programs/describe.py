@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from looped.programs.addresses import least_lambda
 from looped.programs.blocks import MatrixProduct, SigmoidSum
 from looped.programs.fleq import LEAST_LAMBDA, FleqMachine
@@ -27,7 +29,7 @@ def used_sizes(machine: SubleqMachine | FleqMachine) -> list[dict[str, Any]]:
 
 
 def describe(machine: SubleqMachine | FleqMachine) -> dict[str, Any]:
-    """Plain JSON values: sizes, lambda and its bound, limits."""
+    """Plain JSON values: sizes, lambda and its bound, limits; of functions, where they hold and how exactly."""
     config, layers = machine.model.config, used_sizes(machine)
     weights = sum(parameter.numel() for parameter in machine.model.parameters())
     facts: dict[str, Any] = {
@@ -55,6 +57,16 @@ def describe(machine: SubleqMachine | FleqMachine) -> dict[str, Any]:
     facts["least_lambda"] = LEAST_LAMBDA[machine.dtype]
     facts["matrix"] = machine.width
     facts["functions"] = list(machine.blocks.names)
+    eps = torch.finfo(machine.dtype).eps
+    facts["bounds"] = {
+        name: {
+            "of": block.of,
+            "valid": list(block.valid),
+            "error_at_1": block.bound(1.0, machine.width, eps),
+            "error_at_most": block.bound(block.valid[1], machine.width, eps),
+        }
+        for name, block in machine.bounds().items()
+    }
     product: MatrixProduct = machine.product
     facts["product"] = {"form": product.form, "kappa": product.kappa, "sink": product.sink, "largest": product.largest}
     sums: dict[str, SigmoidSum] = {"inv": machine.blocks.inv, "sqrt": machine.blocks.sqrt}
@@ -70,7 +82,7 @@ def description_tables(facts: dict[str, Any]) -> list[Any]:
     from rich.table import Table
 
     whole = Table(title=f"{facts['kind'].upper()} machine", show_header=False)
-    skipped = {"per_layer", "paper", "kind"}
+    skipped = {"per_layer", "paper", "kind", "bounds"}
     for name, value in facts.items():
         if name not in skipped:
             text = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
@@ -79,4 +91,10 @@ def description_tables(facts: dict[str, Any]) -> list[Any]:
     layers = Table("layer", "heads", "hidden units")
     for layer in facts["per_layer"]:
         layers.add_row(layer["layer"], str(layer["heads"] or "-"), str(layer["hidden"]))
-    return [whole, layers]
+    if "bounds" not in facts:
+        return [whole, layers]
+    bounds = Table("function", "of", "from", "to", "off by at most, at 1", "and at the largest", title="numbers below 1024")
+    for name, block in facts["bounds"].items():
+        (least, most), errors = block["valid"], (block["error_at_1"], block["error_at_most"])
+        bounds.add_row(name, block["of"], f"{least:g}", f"{most:g}", *(f"{error:.1e}" for error in errors))
+    return [whole, layers, bounds]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from looped.programs.addresses import add_small, codes, increment, position
-from looped.programs.blocks import FUNCTIONS, MatrixProduct, SigmoidSum, sigmoid_head
+from looped.programs.blocks import Block, MatrixProduct, Scaled, Sigmoid, SigmoidSum, Sum
 from looped.programs.circuit import Layer, Layout, Terms, moved, rows_of, transformer
+from looped.programs.fleq_plain import check_ranges
 from looped.programs.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ DEFAULT_PRODUCT = {
 def default_product(dtype: torch.dtype, form: str = "pair") -> MatrixProduct:
     """A matrix product for numbers of some 10 in size, by precision and form."""
     return DEFAULT_PRODUCT[dtype, form]
+
+
+def rounds_products(device: str) -> bool:
+    """Whether PyTorch is set to round the factors of float32 products on a device."""
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    chosen = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if chosen is None:  # PyTorch before 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return chosen in ("tf32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,18 @@ class FleqMachine:
         self.width, self.address_bits, self.lam_asked, self.dtype = width, address_bits, lam, dtype
         self.blocks = blocks
         self.product = blocks.product or default_product(dtype)
-        if (noise := self.product.error(0.0, torch.finfo(dtype).eps)) >= 1:
+        self.functions: dict[str, Block] = {
+            "mm": Scaled(self.product),
+            "transpose": Scaled(self.product, of="numbers"),
+            "emul": Scaled(self.product, most=math.inf),
+            "perc": Scaled(self.product, 0.01, of="numbers"),
+            "add": Sum(1.0),
+            "sub": Sum(-1.0),
+            "inv": blocks.inv,
+            "sqrt": blocks.sqrt,
+            "sig": Sigmoid(),
+        }
+        if (noise := self.product.bound(0.0, width, torch.finfo(dtype).eps)) >= 1:
             raise ValueError(
                 f"FleqMachine: kappa={self.product.kappa:g} rounds products to +-{noise:.2g} in {dtype}; take less"
             )
@@ -203,25 +224,22 @@ class FleqMachine:
         self._clear(layer, "PA", "PB", "PF", *MASKS)
 
     def _function(self, layer: Layer) -> None:
-        layout, names, w = self.layout, self.blocks.names, self.width
+        layout, w = self.layout, self.width
         if "RAW" in layout:
-            self._product_heads(layer)
-        for name, sign in (("add", 1.0), ("sub", -1.0)):
-            if name in names:
-                for a, b, to in zip(layout["A"], layout["B"], layout[f"OUT {name}"], strict=True):
-                    layer.add({a: 1.0, b: sign}, {to: 1.0})
-        for name, block in (("inv", self.blocks.inv), ("sqrt", self.blocks.sqrt)):
-            if name in names:
-                block.attend(layer, layout, layout[f"OUT {name}"])
-        if "sig" in names:
-            sigmoid_head(layer, layout, 1.0, 0.0, 1.0, layout.row("OUT sig"))
-        for name, factor in (("mm", 1.0), ("emul", 1.0), ("perc", 0.01)):
-            if name in names:
-                for k, to in enumerate(layout[f"OUT {name}"]):
-                    layer.add(self.product.fixed(layout, w, layout["RAW"], k), {to: factor})
+            self.product.attend(layer, layout, w, layout["RAW"])
+        for name in self.blocks.names:
+            block, out = self.functions[name], layout[f"OUT {name}"]
+            if isinstance(block, Scaled):
+                block.add(layer, layout, w, out)
+            elif isinstance(block, Sum):
+                block.add(layer, layout, out)
+            elif isinstance(block, (Sigmoid, SigmoidSum)):
+                block.attend(layer, layout, out)
 
-    def _product_heads(self, layer: Layer) -> None:
-        self.product.attend(layer, self.layout, self.width, self.layout["RAW"])
+    def bounds(self) -> dict[str, Block]:
+        """What each of its functions states of itself, by the name of the command."""
+        names = {*self.blocks.names, *(["transpose"] if "mm" in self.blocks.names else [])}
+        return {name: block for name, block in self.functions.items() if name in names}
 
     def _choose(self, layer: Layer) -> None:
         """Only the outputs of the command's function stay; of an element product, row k in column k."""
@@ -303,13 +321,22 @@ class FleqMachine:
         return None
 
     def why_not_backend(self, backend: str) -> str | None:
-        """The Triton kernels round operands to bfloat16 or tf32, or split them: data would not survive."""
+        """The Triton kernels round operands to bfloat16 or tf32, or split them, and PyTorch may: data would not survive."""
         if backend == "triton":
             return (
                 "a FLEQ machine holds data as numbers, which need float64 or full float32 and many heads; the Triton kernels "
                 'multiply in bf16, tf32 or bf16x3, so use backend="cpu" or "eager"'
             )
+        if backend == "eager" and self.dtype == torch.float32 and rounds_products(next(self.model.parameters()).device.type):
+            return (
+                "a FLEQ machine holds data as numbers, which need full float32, and PyTorch is set to round factors to tf32 or "
+                'bf16; call torch.set_float32_matmul_precision("highest"), or use backend="cpu" or float64'
+            )
         return None
+
+    def check(self, program: FleqProgram, max_loops: int) -> None:
+        """Runs the interpreter. Raises ProgramError for a number outside the range of a block."""
+        check_ranges(self, program, max_loops)
 
     def encode(self, program: FleqProgram) -> Tensor:
         """The prompt [n, d]."""
@@ -350,6 +377,3 @@ class FleqMachine:
         memory = values[..., self.first_cell : first_command, :][..., self.layout["MEM"][: len(program.memory)]]
         off_grid = np.abs(np.abs(counters) - 1).max(axis=(-1, -2))
         return Snapshot(position(counters[..., 0, :]) - first_command, np.swapaxes(memory, -1, -2), off_grid)
-
-
-__all__ = ["FUNCTIONS", "FUNCTION_NAMES", "Blocks", "FleqMachine"]

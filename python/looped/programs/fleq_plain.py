@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,27 +42,29 @@ def apply(command: FleqCommand, memory: Array) -> Array | None:
     return out
 
 
+def step(program: FleqProgram, pc: int, memory: Array) -> int:
+    """Run command pc on memory [D, columns], in place. Returns the command that comes next."""
+    command = program.commands[pc]
+    flag = memory[0, command.flag]  # read before the write
+    out = apply(command, memory)
+    if out is not None:
+        memory[:, command.c : command.c + command.n_c] = out
+    return command.jump if flag <= 0 else pc + 1
+
+
 def fleq_states(program: FleqProgram) -> Iterator[tuple[int, Array]]:
     """The command that comes next and memory [D, columns]: at the start, and after every command, for ever."""
     pc, memory = 0, program.memory.copy()
-    yield pc, memory.copy()
     while True:
-        command = program.commands[pc]
-        flag = memory[0, command.flag]  # read before the write
-        out = apply(command, memory)
-        if out is not None:
-            memory[:, command.c : command.c + command.n_c] = out
-        pc = command.jump if flag <= 0 else pc + 1
         yield pc, memory.copy()
+        pc = step(program, pc, memory)
 
 
 def run_fleq(program: FleqProgram, max_steps: int) -> tuple[int, int, Array]:
     """Commands run until the end, or max_steps; the command that comes next; memory."""
-    states = fleq_states(program)
-    pc, memory = next(states)
-    steps = 0
+    pc, memory, steps = 0, program.memory.copy(), 0
     while pc != program.end and steps < max_steps:
-        pc, memory = next(states)
+        pc = step(program, pc, memory)
         steps += 1
     return steps, pc, memory
 
@@ -74,41 +76,43 @@ def check_ranges(machine: FleqMachine, program: FleqProgram, max_steps: int) -> 
     kappa, or a number of 1024 and more. The machine itself could not tell: a sigmoid sum out of its range is just flat.
     """
     pc, memory = 0, program.memory.copy()
-    for step in range(max_steps):
+    for steps in range(max_steps):
         if pc == program.end:
-            return step
-        command, place = program.commands[pc], program.places[pc]
-        flag = memory[0, command.flag]
-        if not is_whole_or_large(float(flag)):
-            raise ProgramError(place, f"the flag is {flag:g} at step {step}; one between 0 and 1 would half take the jump")
-        out = apply(command, memory)
-        if out is not None:
-            _check(machine, command, memory, out, place, step)
-            memory[:, command.c : command.c + command.n_c] = out
-        pc = command.jump if flag <= 0 else pc + 1
+            return steps
+        command, at = program.commands[pc], pc
+        before = memory.copy() if command.jump == at else None
+        _check_operands(machine, program, pc, memory, steps)
+        pc = step(program, pc, memory)
+        written = memory[:, command.c : command.c + command.n_c]
+        if not np.isfinite(written).all() or np.abs(written).max(initial=0) >= MOST_DATA:
+            _refuse(program, at, steps, f"a number of {np.abs(written).max():g} is not below {MOST_DATA:g}")
+        if pc == at and np.array_equal(before, memory):  # type: ignore[arg-type]
+            return steps  # a fixed point: the machine halts here
     return max_steps
 
 
-def _check(machine: FleqMachine, command: FleqCommand, memory: Array, out: Array, place: object, step: int) -> None:
-    def refuse(message: str) -> None:
-        raise ProgramError(place, f"{message} (step {step})")  # type: ignore[arg-type]
+def _refuse(program: FleqProgram, pc: int, steps: int, message: str) -> NoReturn:
+    raise ProgramError(program.places[pc], f"{message} (step {steps})")
 
+
+def _check_operands(machine: FleqMachine, program: FleqProgram, pc: int, memory: Array, steps: int) -> None:
+    command = program.commands[pc]
+    flag = float(memory[0, command.flag])
+    if not is_whole_or_large(flag):
+        _refuse(program, pc, steps, f"the flag is {flag:g}; one between 0 and 1 would half take the jump")
     x = memory[0, command.a : command.a + command.n_a]
     for name, block in (("inv", machine.blocks.inv), ("sqrt", machine.blocks.sqrt)):
         if command.function == name and not ((x >= block.lo) & (x <= block.hi)).all():
             wrong = x[~((x >= block.lo) & (x <= block.hi))][0]
-            refuse(f"{name} of {wrong:g} is outside {block.lo:g} .. {block.hi:g}, where the sigmoid sum is fitted")
+            message = f"{name} of {wrong:g} is outside {block.lo:g} .. {block.hi:g}, where the sigmoid sum is fitted"
+            _refuse(program, pc, steps, message)
     if command.function in ("mm", "perc", "emul"):
         A = memory[:, command.a : command.a + command.n_a]
         B = memory[:, command.b : command.b + command.n_b]
         largest = float(np.abs(B.T @ A).max(initial=0))  # an element product makes all of these too
         if largest > machine.product.largest:
-            refuse(
-                f"a product of {largest:g} is above {machine.product.largest:g}, half of kappa; "
-                f"build the machine with a kappa of at least {_power_above(2 * largest):g}"
-            )
-    if not np.isfinite(out).all() or np.abs(out).max(initial=0) >= MOST_DATA:
-        refuse(f"a number of {np.abs(out).max():g} is not below {MOST_DATA:g}")
+            message = f"a product of {largest:g} is above {machine.product.largest:g}, half of kappa; build the machine with a "
+            _refuse(program, pc, steps, f"{message}kappa of at least {_power_above(2 * largest):g}")
 
 
 def _power_above(x: float) -> float:

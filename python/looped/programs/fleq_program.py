@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from looped.programs.source import Place
 
 MOST_WIDTH, MOST_DATA = 64, 1024.0
+IDENTITY = "identity of transpose"  # a name that no text can write
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class FleqProgram:
     notes: tuple[str, ...] = ()
 
     kind = "fleq"
+    constants = frozenset({"ZERO", "ONE", IDENTITY})  # names of matrices that no program or user may write
 
     @property
     def end(self) -> int:
@@ -78,16 +80,21 @@ class FleqProgram:
         command = self.commands[i]
         if i == self.end:
             return "the end"
-        to = ""
-        if command.flag == self.commands[self.end].flag:  # ZERO: always
+        is_sure = command.flag == self.commands[self.end].flag  # ZERO
+        if command.function is None and is_sure:
             return "halt" if command.jump == self.end else f"to command {command.jump}"
-        if command.jump != i + 1:
-            to = f"if {self._columns(command.flag, 1)} <= 0 -> command {command.jump}"
+        to = f"-> {'the end' if command.jump == self.end else f'command {command.jump}'}"
+        if command.jump == i + 1:
+            to = ""
+        elif not is_sure:
+            to = f"if {self._columns(command.flag, 1)} <= 0 {to}"
         if command.function is None:
             return to or "nop"
         a, b = self._columns(command.a, command.n_a), self._columns(command.b, command.n_b)
         right = {"mm": f"{b}^T {a}", "add": f"{a} + {b}", "sub": f"{a} - {b}", "emul": f"<{a}, {b}>", "perc": f"{a} / 100"}
         text = right.get(command.function, f"{command.function}({a})").removesuffix(" + ")
+        if command.function == "mm" and IDENTITY in self.names and command.a == self.names[IDENTITY].first:
+            text = f"{b}^T"
         return f"{self._columns(command.c, command.n_c)} = {text} {to}".rstrip()
 
     def _columns(self, first: int, n: int) -> str:
@@ -104,11 +111,16 @@ class FleqProgram:
         return f"column {column}, row {row}"
 
     def with_values(self, values: Mapping[str, Any]) -> FleqProgram:
-        """The program with other first values of named matrices. Raises ValueError for an unknown name or another shape."""
+        """The program with other first values of named matrices.
+
+        Raises ValueError for an unknown name, a constant, or another shape.
+        """
         memory = self.memory.copy()
         for name, given in values.items():
-            array = as_matrix(given, f"{self.name}: {name}")
             matrix = self._matrix(name)
+            if name in self.constants:
+                raise ValueError(f"{self.name}: {name} is a constant of every program, which has no other value")
+            array = as_matrix(given, f"{self.name}: {name}")
             if array.shape != matrix.shape:
                 raise ValueError(f"{self.name}: {name} is {shape_text(matrix.shape)}, got {shape_text(array.shape)}")
             memory[: matrix.n_rows, matrix.first : matrix.first + matrix.n_columns] = array
@@ -116,8 +128,10 @@ class FleqProgram:
 
     def _matrix(self, name: str) -> Matrix:
         if name not in self.names:
-            nearest = difflib.get_close_matches(name, list(self.names), n=1, cutoff=0.0)
-            raise ValueError(f"{self.name}: there is no matrix named {name!r}; did you mean {nearest[0]!r}?")
+            own = [known for known in self.names if known not in self.constants]
+            nearest = difflib.get_close_matches(name, own, n=1, cutoff=0.0)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"{self.name}: there is no matrix named {name!r}{hint}")
         return self.names[name]
 
 
@@ -126,16 +140,26 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def as_matrix(given: Any, what: str) -> NDArray[np.float64]:
-    """float64 [rows, columns]. Raises ValueError for NaN, infinity, other dimensions, or numbers of 1024 and more."""
+    """float64 [rows, columns] of real numbers.
+
+    Raises ValueError for anything else, for NaN, infinity, other dimensions, or numbers of 1024 and more.
+    """
     try:
-        array = np.asarray(given, dtype=np.float64)
-    except (TypeError, ValueError):
+        array = np.asarray(given)
+        if array.dtype.kind == "O":  # integers that no type of NumPy holds, or no numbers
+            array = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{what} is no matrix of numbers") from None
+    if array.dtype.kind == "c":
+        raise ValueError(f"{what} holds complex numbers; a matrix has real ones")
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{what} is no matrix of numbers")
     array = array.reshape(1, -1) if array.ndim < 2 else array
     if array.ndim != 2 or 0 in array.shape:
         raise ValueError(f"{what} has shape {shape_text(array.shape)}; matrices have rows and columns")
     if max(array.shape) > MOST_WIDTH:
         raise ValueError(f"{what} is {shape_text(array.shape)}; matrices have at most {MOST_WIDTH} rows and columns")
+    array = array.astype(np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"{what} holds NaN or infinity")
     if np.abs(array).max() >= MOST_DATA:

@@ -22,16 +22,17 @@ or #.
 
 from __future__ import annotations
 
-import csv
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from looped.programs.fleq_program import MOST_WIDTH, FleqCommand, FleqProgram, Matrix, as_matrix, shape_text
+from looped.programs.data import SUFFIXES, read_matrix
+from looped.programs.fleq_program import IDENTITY, MOST_WIDTH, FleqCommand, FleqProgram, Matrix, as_matrix, shape_text
+from looped.programs.reachability import notes_on
 from looped.programs.source import Names, Place, ProgramError, Word, integer_of, lines_of
 
 OPERANDS = {"mm": 2, "add": 2, "sub": 2, "emul": 2, "perc": 1, "inv": 1, "sqrt": 1, "sig": 1, "transpose": 1, "copy": 1}
@@ -74,7 +75,7 @@ class _Assembler:
         shapes = [self._shapes(*line[:2]) for line in self.lines]
         width = max(max(value.shape) for value in self.values.values())
         if self.uses_transpose:
-            self.values["identity of transpose"] = np.eye(width)
+            self.values[IDENTITY] = np.eye(width)
         names, first = {}, 0
         for name, value in self.values.items():
             names[name] = Matrix(first, *value.shape)
@@ -86,9 +87,8 @@ class _Assembler:
         end, zero = len(commands), names["ZERO"].first
         commands.append(FleqCommand(None, zero, 0, zero, 0, zero, 0, zero, end))
         places = [line[0].place for line in self.lines]
-        return FleqProgram(
-            self.name, memory, names, tuple(commands), (*places, Place(self.name, places[-1].line, 1)), tuple(_notes(commands))
-        )
+        places.append(Place(self.name, places[-1].line, 1))
+        return FleqProgram(self.name, memory, names, tuple(commands), tuple(places), notes_on(_following(commands)))
 
     def _line(self, line: list[Word]) -> None:
         first, *rest = line
@@ -136,7 +136,7 @@ class _Assembler:
     def _matrix(self, words: list[Word]) -> NDArray[np.float64]:
         first = words[0]
         try:
-            if first.text in ("ZEROS", "EYE") or (len(words) == 1 and first.text.lower().endswith((".npy", ".csv"))):
+            if first.text in ("ZEROS", "EYE") or (len(words) == 1 and first.text.lower().endswith(SUFFIXES)):
                 return as_matrix(self._made(words) if first.text in ("ZEROS", "EYE") else self._file(first), first.text)
             rows, depth = self._numbers(words), first.text == "[" and len(words) > 1 and words[1].text == "["
             if len({len(row) for row in rows}) > 1:
@@ -158,14 +158,10 @@ class _Assembler:
             word.refuse("a program given as text has no folder of data files; use numbers, or a program file")
         path = self.folder / word.text
         try:
-            if path.suffix.lower() == ".npy":
-                array: NDArray[np.float64] = np.load(path, allow_pickle=False)
-                return array
-            with path.open(newline="", encoding="utf-8") as file:
-                return np.array([[float(number) for number in row] for row in csv.reader(file) if row])
+            return read_matrix(path)
         except OSError as error:
             word.refuse(f"{path} cannot be read: {error.strerror or error}")
-        except (ValueError, EOFError) as error:
+        except ValueError as error:
             word.refuse(f"{path} holds no matrix: {error}")
 
     def _numbers(self, words: list[Word]) -> list[list[float]]:
@@ -268,7 +264,7 @@ class _Assembler:
             a, b = b, a
         n_a, n_b = a.n_columns, b.n_columns
         if what.text == "transpose":
-            eye = names["identity of transpose"]
+            eye = names[IDENTITY]
             a, n_a = eye, b.n_rows
         elif what.text == "perc":
             b, n_b = names["ONE"], 1
@@ -285,14 +281,7 @@ def _matrix_of(word: Word, names: Mapping[str, Matrix]) -> Matrix:
     return Matrix(matrix.first + int(column), matrix.n_rows, 1) if dot else matrix
 
 
-def _notes(commands: Sequence[FleqCommand]) -> list[str]:
-    """Warnings: an end that no command leads to."""
-    reached, todo = {0}, [0]
-    while todo:
-        i = todo.pop()
-        command = commands[i]
-        is_sure = command.flag == commands[-1].flag  # ZERO
-        for to in {command.jump, *(() if is_sure else (min(i + 1, len(commands) - 1),))} - reached:
-            reached.add(to)
-            todo.append(to)
-    return [] if len(commands) - 1 in reached else ["no command leads to the end"]
+def _following(commands: Sequence[FleqCommand]) -> list[Collection[int]]:
+    """What may come after each command: one that jumps at ZERO does so always."""
+    always = commands[-1].flag
+    return [{c.jump} if c.flag == always else {c.jump, min(i + 1, len(commands) - 1)} for i, c in enumerate(commands)]

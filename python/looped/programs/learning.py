@@ -7,23 +7,29 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from looped.programs.algebra import counted, matrix_text
+from looped.programs.algebra import check_count, counted, matrix_text, table
 
 Array = NDArray[np.float64]
 
 
 def linear_sgd_text(X: ArrayLike, y: ArrayLike, rate: float, n_epochs: int) -> str:
-    """w <- w - rate (<w, x_i> - y_i) x_i over the rows of X [n, d], in order. Result: w, a column."""
-    X, y = np.asarray(X, dtype=np.float64), np.asarray(y, dtype=np.float64).reshape(1, -1)
+    """w <- w - rate (<w, x_i> - y_i) x_i over the rows of X [n, d], in order, with y [n]. Result: w, a column.
+
+    Raises ValueError for other shapes, or no epoch.
+    """
+    X = table(X, "linear_sgd_text: X", (None, None))
+    y = table(y, "linear_sgd_text: y", (len(X),))
+    check_count(n_epochs, "linear_sgd_text: n_epochs")
     step = []
     for i in range(len(X)):
         step += [f"mm e, w, x{i}", f"sub e, e, y{i}", "mm e, e, rate", f"transpose row, x{i}", "mm g, row, e", "sub w, w, g"]
     lines = [
+        f"; SGD for a linear model, {n_epochs} epochs: w <- w - rate (<w, x_i> - y_i) x_i",
         f"let w = ZEROS ({X.shape[1]}, 1)",
-        f"let rate = {rate!r}",
+        f"let rate = {float(rate)!r}",
         f"let k = {n_epochs}",
         *(f"let x{i} = {matrix_text(x.reshape(-1, 1))}" for i, x in enumerate(X)),
-        *(f"let y{i} = {float(value)!r}" for i, value in enumerate(y[0])),
+        *(f"let y{i} = {float(value)!r}" for i, value in enumerate(y)),
         *counted("again", "k", step),
         "halt",
     ]
@@ -35,20 +41,31 @@ def network_text(weights: Sequence[ArrayLike], X: ArrayLike, y: ArrayLike, rate:
 
     weights: of every layer, [inputs + 1, outputs], the bias in the last row; the last has one output. X [n, d], y [n].
     Vectors are rows, so that `sig` and `emul` work on a whole layer at once. Results: W0 (with its bias), W1, b1, W2, b2, ...,
-    and o, the outputs of a last pass over all rows, as a row.
+    and o, the outputs of a last pass over all rows, as a row. Raises ValueError for other shapes, or no epoch.
     """
-    Ws = [np.asarray(W, dtype=np.float64) for W in weights]
-    X, y = np.asarray(X, dtype=np.float64), np.asarray(y, dtype=np.float64).reshape(-1)
-    n_layers, n = len(Ws), len(X)
+    X = table(X, "network_text: X", (None, None))
+    n, size = X.shape
+    y = table(y, "network_text: y", (n,))
+    check_count(len(weights), "network_text: layers")
+    check_count(n_epochs, "network_text: n_epochs")
+    Ws: list[Array] = []
+    for i, W in enumerate(weights):
+        is_last = i == len(weights) - 1
+        Ws.append(table(W, f"network_text: weights[{i}]", (size + 1, 1 if is_last else None)))
+        size = Ws[-1].shape[1]
+    n_layers = len(Ws)
     inputs = np.column_stack([X, np.ones(n)])
-    lines = [f"let W0 = {matrix_text(Ws[0])}"]
+    lines = [
+        f"; Backpropagation, {n_epochs} epochs of {n} rows, through layers of {', '.join(str(len(W) - 1) for W in Ws)}, 1 units"
+    ]
+    lines.append(f"let W0 = {matrix_text(Ws[0])}")
     for layer in range(1, n_layers):
         lines += [f"let W{layer} = {matrix_text(Ws[layer][:-1])}", f"let b{layer} = {matrix_text(Ws[layer][-1])}"]
         lines.append(f"let ones{layer} = {matrix_text(np.ones(len(Ws[layer]) - 1))}")
     for i in range(n):
         lines += [f"let x{i} = {matrix_text(inputs[i])}", f"let xc{i} = {matrix_text(inputs[i].reshape(-1, 1))}"]
         lines.append(f"let y{i} = {float(y[i])!r}")
-    lines += [f"let o = ZEROS (1, {n})", f"let rate = {rate!r}", f"let k = {n_epochs}"]
+    lines += [f"let o = ZEROS (1, {n})", f"let rate = {float(rate)!r}", f"let k = {n_epochs}"]
     steps = [line for i in range(n) for line in (*_forward(i, n_layers, "out"), *_backward(i, n_layers))]
     lines += counted("again", "k", steps)
     lines += [line for i in range(n) for line in _forward(i, n_layers, f"o.{i}")]

@@ -12,7 +12,6 @@ import torch
 from looped.programs import fleq, subleq
 from looped.programs.addresses import bits_for
 from looped.programs.fleq import FUNCTION_NAMES, Blocks, FleqMachine
-from looped.programs.fleq_plain import check_ranges
 from looped.programs.fleq_program import FleqProgram
 from looped.programs.fleq_text import read_fleq
 from looped.programs.minsky import translate_minsky
@@ -44,28 +43,32 @@ def machine_for(
     programs: Sequence[Any],
     *,
     dtype: torch.dtype = torch.float64,
-    n_layers: int = 9,
+    n_layers: int | None = None,
     lam: float | None = None,
     address_bits: int | None = None,
     blocks: Blocks | None = None,
 ) -> Any:
     """The smallest machine that takes all these programs, which must be of one kind.
 
-    n_layers: of a SUBLEQ machine. blocks: of a FLEQ machine; default the functions that the programs use. The other parameters
-    are those of `SubleqMachine` and `FleqMachine`. Raises ValueError for programs that no machine takes together.
+    n_layers: of a SUBLEQ machine; default 9. blocks: of a FLEQ machine; default the functions that the programs use. The other
+    parameters are those of `SubleqMachine` and `FleqMachine`. Raises ValueError for programs that no machine takes together, or
+    a parameter of the other machine.
     """
     if not programs:
         raise ValueError("machine_for: there is no program")
     kinds = {program.kind for program in programs}
     if len(kinds) > 1:
         raise ValueError("machine_for: SUBLEQ and FLEQ programs need a machine each")
-    options = {} if lam is None else {"lam": lam}
+    options: dict[str, Any] = {} if lam is None else {"lam": lam}
+    for kind, name, given in (("fleq", "n_layers", n_layers), ("subleq", "blocks", blocks)):
+        if kinds == {kind} and given is not None:
+            raise ValueError(f"machine_for: {name} is not of {kind.upper()} machines; leave it out")
     if kinds == {"subleq"}:
         widths = {program.n_bits for program in programs}
         if len(widths) > 1:
             raise ValueError(f"machine_for: words of {', '.join(map(str, sorted(widths)))} bits need a machine each")
         bits = address_bits or _bits_for_tokens("SUBLEQ", {p.name: p.n_tokens for p in programs}, subleq.MOST_ADDRESS_BITS)
-        return SubleqMachine(widths.pop(), bits, n_layers=n_layers, dtype=dtype, **options)
+        return SubleqMachine(widths.pop(), bits, n_layers=9 if n_layers is None else n_layers, dtype=dtype, **options)
     width = max(program.width for program in programs)
     n_tokens = {p.name: width + 2 + p.memory.shape[1] + len(p.commands) for p in programs}
     if blocks is None:
@@ -87,6 +90,5 @@ def _bits_for_tokens(kind: str, n_tokens: Mapping[str, int], most: int) -> int:
 
 
 def check_program(machine: Any, program: Any, max_loops: int) -> None:
-    """Raises ValueError where a program's own numbers leave what its machine carries, which the machine could not tell."""
-    if isinstance(machine, FleqMachine):
-        check_ranges(machine, program, max_loops)
+    """Raises ProgramError where a program leaves, within so many commands, what its machine carries, which that cannot tell."""
+    machine.check(program, max_loops)

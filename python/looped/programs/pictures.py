@@ -15,11 +15,14 @@ from looped.programs.subleq import SubleqMachine
 MOST_CELLS = 60
 
 
-def draw_run(machine: Machine, program: Any, max_loops: int, path: Path, *, backend: str = "auto") -> None:
-    """The command that comes next, and every cell (of a FLEQ machine, the first number of every column), against loops."""
+def draw_run(machine: Machine, program: Any, max_loops: int, path: Path, *, backend: str = "auto", check: bool = True) -> None:
+    """The command that comes next, and every cell (of a FLEQ machine, the first number of every column), against loops.
+
+    check, and what is raised: as in `run_programs`.
+    """
     from matplotlib.figure import Figure
 
-    states = list(snapshots(machine, program, max_loops, backend=backend))
+    states = list(snapshots(machine, program, max_loops, backend=backend, check=check))
     counters = np.array([pc for pc, _, _ in states])
     memory = np.stack([memory if memory.ndim == 1 else memory[0] for _, memory, _ in states], axis=1)[:MOST_CELLS]
     n_cells = len(memory)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import looped.engine as engine
+from looped.backends import cpu
 from looped.exits import Exact
 from looped.loop import LoopState, Status
 from looped.model import LoopedTransformer
+from looped.programs.circuit import why_not_model
 from looped.programs.snapshot import Snapshot
 
 OFF_GRID = 1e-3  # a machine rounds its codes in every loop: further off, something else has written them
@@ -54,6 +56,9 @@ class Machine(Protocol):
     def why_not_backend(self, backend: str) -> str | None:
         """Why a backend of `solve` cannot carry this machine's numbers."""
 
+    def check(self, program: Any, max_loops: int) -> None:
+        """Raises ValueError where a program leaves, within so many commands, what the machine carries, which it cannot tell."""
+
 
 class Outcome(str, Enum):
     """How a run ended."""
@@ -68,25 +73,29 @@ class Run:
     """What became of a program.
 
     steps: loops until the last state was first reached, which is the number of commands run. n_loops: loops of the engine, the
-    one that confirms a halt included. pc: the command that comes next. memory: [cells], or [D, columns] of a FLEQ machine.
+    one that confirms a halt included. pc: the command that comes next. memory: [cells], or [D, columns] of a FLEQ machine. Both
+    are None where the state is not finite.
     """
 
     program: Any
     outcome: Outcome
     steps: int
     n_loops: int
-    pc: int
-    memory: np.ndarray
+    pc: int | None
+    memory: np.ndarray | None
     backend: str
 
     def __getitem__(self, name: str) -> Any:
-        """The words or the matrix of a name."""
+        """The words or the matrix of a name. Raises ValueError where the run left no memory."""
+        if self.memory is None:
+            raise ValueError(f"{self.program.name}: the state is not finite, so {name} has no value")
         return self.program.value(name, self.memory)
 
     def named_values(self) -> list[str]:
-        """`name = value` of everything that the program names."""
-        hidden = ("ZERO", "MINUS_ONE", "ONE", "identity of transpose")
-        values = {name: np.asarray(self[name]) for name in self.program.names if name not in hidden}
+        """`name = value` of everything that the program names and may write; nothing where the run left no memory."""
+        if self.memory is None:
+            return []
+        values = {name: np.asarray(self[name]) for name in self.program.names if name not in self.program.constants}
         return [f"{name} = {np.array2string(value, prefix=f'{name} = ', threshold=200)}" for name, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +107,7 @@ class Run:
             "n_loops": self.n_loops,
             "pc": self.pc,
             "backend": self.backend,
-            "memory": {name: np.asarray(self[name]).tolist() for name in self.program.names},
+            "memory": None if self.memory is None else {name: np.asarray(self[name]).tolist() for name in self.program.names},
         }
 
 
@@ -109,18 +118,26 @@ def run_programs(
     max_loops: int = 10_000,
     backend: str = "auto",
     progress: Any = None,
+    check: bool = True,
 ) -> list[Run]:
     """Run programs of any lengths on one machine, all at once.
 
     A halted program is a fixed point of the machine, so the rule `exact` of `looped.solve` ends each at its own halt, and
     what has ended costs nothing. Results are, to the bit, those of runs alone on the fused backends.
 
-    Raises ValueError for a program that the machine does not take, naming it, or a backend that does not carry its numbers.
+    check: first run FLEQ programs, and those with registers, on the plain interpreter (`machine.check`), since a machine cannot
+    tell that a number has left the range of a block; False skips it for programs that were checked before.
+
+    Raises ValueError for a program that the machine does not take, naming it, ProgramError, which names the line, for one that
+    leaves its range, and ValueError for a backend that does not carry the machine's numbers.
     """
     if max_loops < 1:
         raise ValueError(f"run_programs: max_loops={max_loops} must be at least 1")
     backend, device = _placed(machine, backend)
     prompts = [machine.encode(program).to(device) for program in programs]
+    if check:
+        for program in programs:
+            machine.check(program, max_loops)
     result = engine.solve(machine.model, prompts, n_loops=max_loops, exit=Exact(), backend=backend, progress=progress)
     assert isinstance(result.y, list)
     return [
@@ -131,7 +148,9 @@ def run_programs(
 
 def _placed(machine: Machine, backend: str) -> tuple[str, torch.device]:
     """The backend to ask for, and where the weights are. Raises ValueError for one that does not carry its numbers."""
-    reason, device = machine.why_not_backend(backend), next(machine.model.parameters()).device
+    device = next(machine.model.parameters()).device
+    is_eager = backend == "auto" and (device.type == "cuda" or not cpu.is_there())
+    reason = why_not_model(machine.model.config) or machine.why_not_backend("eager" if is_eager else backend)
     if reason is not None:
         raise ValueError(f"run_programs: {reason}")
     if backend == "auto" and device.type == "cuda" and machine.why_not_backend("triton"):
@@ -141,8 +160,7 @@ def _placed(machine: Machine, backend: str) -> tuple[str, torch.device]:
 
 def _outcome(machine: Machine, program: Any, state: Tensor, n_loops: int, status: int, max_loops: int, backend: str) -> Run:
     if status == Status.NONFINITE:
-        memory = np.full_like(machine.decode(machine.encode(program), program).memory, 0)
-        return Run(program, Outcome.CORRUPT, n_loops, n_loops, -1, memory, backend)
+        return Run(program, Outcome.CORRUPT, n_loops, n_loops, None, None, backend)
     snapshot = machine.decode(state, program)
     pc, steps = int(snapshot.pc), n_loops - (status == Status.CONVERGED)
     if not snapshot.off_grid <= OFF_GRID or not 0 <= pc < len(program.commands):
@@ -155,14 +173,16 @@ def _outcome(machine: Machine, program: Any, state: Tensor, n_loops: int, status
 
 
 def snapshots(
-    machine: Machine, program: Any, max_loops: int, *, backend: str = "auto"
+    machine: Machine, program: Any, max_loops: int, *, backend: str = "auto", check: bool = True
 ) -> Iterator[tuple[int, np.ndarray, float]]:
     """The command that comes next, the memory, and how far codes are off their grid: at the start and after every loop.
 
-    Ends after the loop that confirms a halt, or max_loops.
+    Ends after the loop that confirms a halt, or max_loops. check, and what is raised: as in `run_programs`.
     """
     backend, device = _placed(machine, backend)
     prompt = machine.encode(program).to(device)
+    if check:
+        machine.check(program, max_loops)
     first = machine.decode(prompt, program)
     yield int(first.pc), first.memory, float(first.off_grid)
     state: LoopState | None = None

@@ -10,6 +10,7 @@ from typing import NoReturn
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 WORD = re.compile(r"\[|\]|[,:=]|[^\s\[\],:=;#]+")
 MOST_CHARACTERS = 4_000_000
+MOST_DIGITS = 70  # the longest word of a number: 63 bits in binary, with room
 
 
 class ProgramError(ValueError):
@@ -67,10 +68,10 @@ def lines_of(text: str, file: str) -> Iterator[list[Word]]:
 
 
 def integer_of(word: Word) -> int | None:
-    """A decimal, hexadecimal (0x) or binary (0b) integer, or None. Raises ProgramError for one of more than 40 digits."""
+    """A decimal, hexadecimal (0x) or binary (0b) integer, or None. Raises ProgramError for one of more than 70 characters."""
     if not re.match(r"[+-]?(0[xX][0-9a-fA-F]+|0[bB][01]+|[0-9]+)\Z", word.text):
         return None
-    if len(word.text) > 70:
+    if len(word.text) > MOST_DIGITS:
         word.refuse(f"the number {word.text[:20]}... is too long")
     digits = word.text.lower().lstrip("+-")
     value = int(digits, 16 if digits.startswith("0x") else 2 if digits.startswith("0b") else 10)

@@ -16,6 +16,7 @@ from torch import Tensor
 from looped.programs.addresses import codes, increment, least_lambda, position
 from looped.programs.circuit import Layer, Layout, Terms, moved, transformer
 from looped.programs.snapshot import Snapshot
+from looped.programs.subleq_plain import check_registers
 
 if TYPE_CHECKING:
     from looped.model import LoopedTransformer
@@ -243,6 +244,11 @@ class SubleqMachine:
     def why_not_backend(self, backend: str) -> str | None:
         """None: every backend carries whole numbers of a chunk."""
         return None
+
+    def check(self, program: SubleqProgram, max_loops: int) -> None:
+        """Words wrap, as the interpreter's do; only where a program has registers are those held to their range."""
+        if program.registers:
+            check_registers(program, max_loops)
 
     def encode(self, program: SubleqProgram) -> Tensor:
         """The prompt [n, d]: the scratchpad, memory and its two constant cells, the commands, and that of the end."""

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from looped.programs.reachability import notes_on
 from looped.programs.source import Names, Place, ProgramError, Word, integer_of, lines_of
 
 RESERVED = frozenset({"subleq", "halt", "zero", "minus_one"})
 MOST_CELLS = 2**20
+WORD_BITS = (2, 63)
 Command = tuple[int, int, int]  # cell a, cell b, command c
 
 
@@ -35,7 +37,8 @@ class SubleqProgram:
 
     memory: first words of all cells; the last two are the constants 0 and -1. names: cells of a name, from its first to its
     last. commands: (a, b, c) by cell and command number; the last is the end: it subtracts 0 from -1 and jumps to itself.
-    places: where each command stands in the text. notes: what is odd but allowed.
+    places: where each command stands in the text. notes: what is odd but allowed. constants: names of cells that take no other
+    words. registers: names of cells that hold numbers from 0 and must not wrap, as those of a Minsky machine.
     """
 
     name: str
@@ -45,6 +48,8 @@ class SubleqProgram:
     commands: tuple[Command, ...]
     places: tuple[Place, ...]
     notes: tuple[str, ...] = ()
+    constants: frozenset[str] = frozenset({"ZERO", "MINUS_ONE"})
+    registers: frozenset[str] = frozenset()
 
     kind = "subleq"
 
@@ -90,15 +95,23 @@ class SubleqProgram:
         return f"cell {cell}"
 
     def with_values(self, values: Mapping[str, int | Iterable[int]], *, wrap: bool = False) -> SubleqProgram:
-        """The program with other first words in named cells. Raises ValueError for an unknown name or a word out of range."""
+        """The program with other first words in named cells.
+
+        Raises ValueError for an unknown name, a constant, a word out of range, or a register below 0.
+        """
         memory = list(self.memory)
         for name, given in values.items():
-            cells = cells_named(name, self.names, self.name)
+            cells, base = cells_named(name, self.names, self.name), name.partition("+")[0]
+            if base in self.constants:
+                raise ValueError(f"{self.name}: {name} is a constant of every program, which has no other word")
             words = [_integer(word, f"{self.name}: {name}") for word in (given if isinstance(given, Iterable) else [given])]
             if len(words) > len(cells):
                 raise ValueError(f"{self.name}: {name} has {len(cells)} cells, got {len(words)} words")
             for cell, word in zip(cells, words, strict=False):
-                memory[cell] = in_range(word, self.n_bits, wrap, f"{self.name}: {name}={word}")
+                if base in self.registers and word < 0:
+                    raise ValueError(f"{self.name}: {name}={word} is below 0; registers hold 0 and more")
+                may_wrap = wrap and base not in self.registers
+                memory[cell] = in_range(word, self.n_bits, may_wrap, f"{self.name}: {name}={word}")
         return replace(self, memory=tuple(memory))
 
 
@@ -117,7 +130,7 @@ def cells_named(name: str, names: Mapping[str, range], program: str) -> range:
         raise ValueError(f"{program}: there is no cell named {base!r}{hint}")
     if not plus:
         return names[base]
-    if not offset.isdigit() or int(offset) >= len(names[base]):
+    if not (offset.isdecimal() and len(offset) < 10) or int(offset) >= len(names[base]):
         raise ValueError(f"{program}: {name!r} is outside the {len(names[base])} cells of {base}")
     return names[base][int(offset) :]
 
@@ -141,9 +154,26 @@ def read_subleq(path: str | Path, *, wrap: bool = False) -> SubleqProgram:
 def assemble_subleq(text: str, *, name: str = "program", wrap: bool = False, n_bits: int | None = None) -> SubleqProgram:
     """Assemble text. n_bits: in place of the program's own `.bits`. wrap: words out of range wrap, as results do.
 
-    Raises ProgramError, a ValueError, which names the line and column.
+    Raises ProgramError, a ValueError, which names the line and column, and ValueError for n_bits outside 2 .. 63.
     """
+    check_bits(n_bits)
     return _Assembler(name, wrap, n_bits).assemble(text)
+
+
+def check_bits(n_bits: int | None) -> None:
+    """Raises ValueError for a word width that no machine has."""
+    least, most = WORD_BITS
+    if n_bits is not None and not least <= n_bits <= most:
+        raise ValueError(f"n_bits={n_bits} must lie in {least} .. {most}")
+
+
+def number_of(directive: Word, rest: Sequence[Word], limits: tuple[int, int]) -> int:
+    """The number of a directive, which takes one. Raises ProgramError."""
+    least, most = limits
+    value = integer_of(rest[0]) if len(rest) == 1 else None
+    if value is None or not least <= value <= most:
+        directive.refuse(f"{directive.text} takes one number in {least} .. {most}")
+    return value
 
 
 class _Assembler:
@@ -186,7 +216,7 @@ class _Assembler:
             names=self.names,
             commands=tuple(commands),
             places=(*self.places, last),
-            notes=tuple(_notes(commands)),
+            notes=notes_on(following(commands)),
         )
 
     def _line(self, line: list[Word]) -> None:
@@ -221,17 +251,12 @@ class _Assembler:
         self.places.append(first.place)
 
     def _directive(self, first: Word, rest: list[Word]) -> None:
-        value = integer_of(rest[0]) if len(rest) == 1 else None
-        limits = {".bits": (2, 63), ".cells": (0, MOST_CELLS)}
-        if first.text not in limits:
-            first.refuse(f"{first.text!r} is no directive; there are .bits and .cells")
-        least, most = limits[first.text]
-        if value is None or not least <= value <= most:
-            first.refuse(f"{first.text} takes one number in {least} .. {most}")
         if first.text == ".bits":
-            self.n_bits = value
+            self.n_bits = number_of(first, rest, WORD_BITS)
+        elif first.text == ".cells":
+            self.n_cells = number_of(first, rest, (0, MOST_CELLS))
         else:
-            self.n_cells = value
+            first.refuse(f"{first.text!r} is no directive; there are .bits and .cells")
 
     def _data(self, name: str, words: list[Word]) -> None:
         if self.waiting:
@@ -285,12 +310,6 @@ class _Assembler:
         return self.labels[word.text]
 
 
-def _notes(commands: list[Command]) -> list[str]:
-    """Warnings: an end that no command leads to."""
-    reached, todo = {0}, [0]
-    while todo:
-        i = todo.pop()
-        for to in {commands[i][2], min(i + 1, len(commands) - 1)} - reached:
-            reached.add(to)
-            todo.append(to)
-    return [] if len(commands) - 1 in reached else ["no command leads to the end"]
+def following(commands: Sequence[Command]) -> list[Collection[int]]:
+    """What may come after each command."""
+    return [{c, min(i + 1, len(commands) - 1)} for i, (_, _, c) in enumerate(commands)]

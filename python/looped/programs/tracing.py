@@ -27,9 +27,12 @@ class TraceRow:
         return asdict(self)
 
 
-def trace(machine: Machine, program: Any, max_loops: int, *, backend: str = "auto") -> Iterator[TraceRow]:
-    """The rows of a run, from loop 1 until the program halts or max_loops; the loop that confirms a halt is left out."""
-    states = snapshots(machine, program, max_loops, backend=backend)
+def trace(machine: Machine, program: Any, max_loops: int, *, backend: str = "auto", check: bool = True) -> Iterator[TraceRow]:
+    """The rows of a run, from loop 1 until the program halts or max_loops; the loop that confirms a halt is left out.
+
+    check, and what is raised: as in `run_programs`.
+    """
+    states = snapshots(machine, program, max_loops, backend=backend, check=check)
     pc, memory, _ = next(states)
     for loop, (next_pc, next_memory, _) in enumerate(states, start=1):
         changes = {}

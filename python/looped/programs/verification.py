@@ -39,20 +39,44 @@ class Verification:
     def is_equal(self) -> bool:
         return self.difference is None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        first = self.difference
+        found = None if first is None else {key: _plain(value) for key, value in vars(first).items()}
+        return {
+            "is_equal": self.is_equal,
+            "n_loops": self.n_loops,
+            "halted": self.halted,
+            "difference": found,
+            "error": self.error,
+        }
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
 
 def verify(
-    machine: Machine, program: Any, *, max_loops: int = 10_000, tolerance: float | None = None, backend: str = "auto"
+    machine: Machine,
+    program: Any,
+    *,
+    max_loops: int = 10_000,
+    tolerance: float | None = None,
+    backend: str = "auto",
+    check: bool = True,
 ) -> Verification:
     """Compare the command that comes next and all memory at the start and after every loop.
 
     tolerance: how far numbers may be apart: default 0 for SUBLEQ, whose words are whole, and no limit for FLEQ, where the
-    largest error is reported and only the path through the program must be the same.
+    largest error is reported and only the path through the program must be the same. check, and what is raised: as in
+    `run_programs`.
     """
     exact = program.kind == "subleq"
     limit = (0.0 if exact else np.inf) if tolerance is None else tolerance
     plain: Iterator[tuple[int, Any]] = subleq_states(program) if exact else fleq_states(program)
+    states = snapshots(machine, program, max_loops, backend=backend, check=check)
     worst, n_loops, pc = 0.0, 0, 0
-    for loop, (pc, memory, off_grid) in enumerate(snapshots(machine, program, max_loops, backend=backend)):
+    for loop, (pc, memory, off_grid) in enumerate(states):
         n_loops = loop
         expected_pc, expected = next(plain)
         expected = np.asarray(expected)
