@@ -28,14 +28,15 @@ def recorded(device):
     kept = {}
 
     def run(part, *arguments):
-        if (part, *arguments) not in kept:
+        key = (part, *arguments)
+        if key not in kept:
             results, solve = [], looped.solve
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(looped, "solve", lambda *args, **options: results.append(solve(*args, **options)) or results[-1])
                 found = device.PARTS[part](*arguments)
             assert found["ok"], found
-            kept[part, *arguments] = results
-        return kept[part, *arguments]
+            kept[key] = results
+        return kept[key]
 
     yield run
     torch.set_float32_matmul_precision("highest")
