@@ -36,7 +36,6 @@ from looped.model import LoopedTransformer, clear_padding, own_tokens
 from looped.weights import weights_of
 
 PRECISION_OF_SETTING = {"highest": "bf16x3", "high": "tf32", "medium": "bf16"}
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "silu_gated")
 KEPT = 4  # packed copies under one first weight
 
 Weights = Mapping[str, Tensor]
@@ -68,20 +67,23 @@ def cannot_run(config: LoopedConfig, weights: Weights, spec: LoopSpec | None = N
     precision = precision_of(weight)
     if precision is None:
         return f"the Triton kernels compute in float32 or bfloat16 and the model is {weight.dtype}"
-    if config.norm_kind not in ("layernorm", "rms", "none"):
-        return f"the Triton kernels have no {config.norm_kind} norm"
-    if config.activation not in ACTIVATIONS:
-        return f"the Triton kernels have no {config.activation} activation"
     target = launch.target_of(weight.device)
     too_old: str | None = launch.why_not_compiled(target)
     if too_old:
         return too_old
     if launch.choose(block_of(config, weights), precision, target) is None:
-        widths = [row.width for row in launch.LAUNCHES if target in row.targets and row.precision == precision]
-        if not widths:
+        rows = [row for row in launch.LAUNCHES if target in row.targets and row.precision == precision]
+        if not rows:
             return f"the Triton kernels have no {precision} launch for {target} ({weight.device})"
-        reason = launch.why_not_offered(launch.padded(config.d_model), precision, target)
-        limit = f"the Triton kernels on {target} take widths up to {max(widths)} in {precision} and the model is"
+        width = launch.padded(config.d_model)
+        heads = [row.widest_head for row in rows if row.width == width]
+        if heads:
+            limit = f"the Triton kernels on {target} take heads of up to {max(heads)} lanes in {precision} at width {width}"
+            return f"{limit} and the model's have {config.head_dim}"
+        reason = launch.why_not_offered(width, precision, target)
+        limit = (
+            f"the Triton kernels on {target} take widths up to {max(row.width for row in rows)} in {precision} and the model is"
+        )
         return f"{limit} {config.d_model} wide" + (f": {reason}" if reason else "")
     return None if spec is None else _why_not_spec(config, spec)
 
