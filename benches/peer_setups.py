@@ -252,7 +252,7 @@ class DefaultHeapEager:
 
 def _serve(pipe: Any) -> None:
     """Answers requests until the pipe is closed: load (shape, prompts, n_loops, n_threads), use (part size), output (),
-    sample (n_calls)."""
+    sample (n_calls); or call (function, its arguments)."""
     prompts, model, call = None, None, None
     try:
         while True:
@@ -264,6 +264,8 @@ def _serve(pipe: Any) -> None:
                 model = eager(random_model(shape), prompts, n_loops, n_threads)[""]
             elif what == "use":
                 call = in_parts(model, values[0])
+            elif what == "call":
+                answer = values[0](*values[1:])
             elif what == "output":
                 answer = call(prompts)
             else:

@@ -6,8 +6,8 @@ Every shape is a looped in-context learner of width C with H heads on B prompts 
 every implementation are held against eager PyTorch in float64 first. Then, in every round, each implementation runs once in
 turn, and the FMA peak of the same threads is measured beside them; figures are medians over the rounds. Of an implementation's
 settings (benches/peer_setups.py), each on batches whole (up to 128 MB of activations) and in parts of 64 prompts, the fastest
-in a trial enters the rounds; eager enters with both allocator settings, and the better median counts. A shape whose round takes
-over a minute has three.
+in a trial, whose first call does not count, enters the rounds; eager enters with both allocator settings, and the better median
+counts. A shape whose round takes over a minute has three.
 
 GFLOP/s count 24 C^2 T + 2 T (T + 1) C operations a prompt-loop for every implementation; elementwise work is not counted.
 
@@ -51,7 +51,7 @@ WHOLE_BYTES = 128e6  # of [B, T, 4 C] activations: larger batches go in parts on
 TOLERANCE = 1e-5  # of an output against float64, relative
 N_COMPARED = 16  # prompts of a batch, spread over it
 PEAK_SECONDS = 0.3
-LONG_ROUND, LONG_CALL = 60.0, 5.0  # seconds
+LONG_ROUND, SHORT_CALL = 60.0, 1.0  # seconds
 ALONE = "ours, one thread"
 
 LARGE_BATCH = 64
@@ -189,17 +189,19 @@ def fastest(impl, name, model, x, n_threads, compared, want, note, **options) ->
     trial: dict[str, tuple[float, float]] = {}
     for setting, call in calls.items():
         note(f"trial: {impl} {setting}")
-        begin = time.perf_counter()
         error = compare(f"{name}: {impl} {setting}", call(x), len(x), compared, want)
-        seconds = time.perf_counter() - begin
-        if seconds < LONG_CALL or impl == "compile":  # whose first call compiles
-            seconds = min(sample(Way(lambda call=call: call(x)), 1) for _ in range(3 if seconds < 1 else 1))
-        trial[setting] = (seconds, error)
+        trial[setting] = (tried(lambda call=call: sample(Way(lambda: call(x)), 1)), error)
     best = min(trial, key=trial.__getitem__)
     seconds, error = trial[best]
     n_calls = math.ceil(SAMPLE_SECONDS / seconds)
     setting = f"{best} heap kept".strip() if impl == "eager" else best
     return Entry(impl, setting, lambda: sample(Way(lambda: calls[best](x)), n_calls), error)
+
+
+def tried(take: Callable[[], float]) -> float:
+    """Seconds of a call in a trial, after a first one that is not counted: the least of three of short ones."""
+    seconds = take()
+    return seconds if seconds > SHORT_CALL else min(seconds, take(), take())
 
 
 def on_one_thread(mine: Entry, n_threads: int) -> Entry:
@@ -222,10 +224,8 @@ def default_heap_entry(worker, shape, name, x, n_threads, compared, want, note) 
     for size in (None, PART) if len(x) > PART and len(x) % PART == 0 else (None,):
         note("trial: eager, default heap")
         worker.ask("use", size)
-        begin = time.perf_counter()
         error = compare(f"{name}: eager, default heap", worker.ask("output"), len(x), compared, want)
-        seconds = time.perf_counter() - begin
-        trial[size] = (seconds if seconds > LONG_CALL else worker.ask("sample", 1), error)
+        trial[size] = (tried(lambda: worker.ask("sample", 1)), error)
     best = min(trial, key=lambda size: trial[size][0])
     worker.ask("use", best)
     seconds, error = trial[best]

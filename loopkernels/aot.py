@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -45,10 +46,10 @@ TENSOR_MEMORY_LIMIT = 512
 MATRIX_INSTRUCTION = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC[A-Z]*MMA", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 FORBIDDEN_ADVICE = ("C7510", "C7511", "C7514", "C7515", "C7519")
 ALLOWED_BEFORE_39 = ("C7519",)  # assembler 12.8 adds a fence where 13.4 does not; products in a row are counted by their waits
-# Bytes that a kernel may spill (stores and loads); none where it is not named. What Triton 3.9 makes of it, rounded up to 256.
-# Most are a few registers, in row blocks. Kilobytes: bf16x3 at 256 lanes, where the stream and two parts of its operand fill
-# the registers of 8 warps, and no tile of fewer rows goes through Hopper's matrix unit; fp32 at 128 lanes, which is for checks
-# alone.
+# Bytes that a kernel may spill (`Report.spilled`), with heads of any width; none where it is not named. What Triton 3.9 makes
+# of it, rounded up to 256. Most are a few registers, in row blocks. Kilobytes: bf16x3 at 256 lanes, where the stream and two
+# parts of its operand fill the registers of 8 warps, and no tile of fewer rows goes through Hopper's matrix unit; fp32 at 128
+# lanes, which is for checks alone.
 SPILL_BUDGET: dict[str, int] = {
     "sm_90 S256 bf16 tile": 256,
     "sm_90 S256 bf16 blocks": 768,
@@ -83,47 +84,48 @@ SPILL_BUDGET: dict[str, int] = {
     "sm_80 S128 bf16 tile": 768,
     "sm_80 S128 bf16 blocks": 512,
     "sm_80 S256 bf16 blocks": 256,
-    "sm_80 S32 bf16x3 blocks": 256,
-    "sm_80 S64 bf16x3 tile": 256,
-    "sm_80 S64 bf16x3 blocks": 768,
+    "sm_80 S32 bf16 blocks": 256,
+    "sm_80 S32 bf16x3 blocks": 768,
+    "sm_80 S64 bf16x3 tile": 768,
+    "sm_80 S64 bf16x3 blocks": 1024,
     "sm_80 S256 bf16x3 tile": 1024,
     "sm_80 S256 bf16x3 blocks": 512,
-    "sm_80 S32 tf32 blocks": 256,
-    "sm_80 S64 tf32 tile": 256,
-    "sm_80 S64 tf32 blocks": 256,
+    "sm_80 S32 tf32 blocks": 1024,
+    "sm_80 S64 tf32 tile": 768,
+    "sm_80 S64 tf32 blocks": 768,
     "sm_80 S128 tf32 tile": 256,
     "sm_80 S128 tf32 blocks": 256,
     "sm_80 S128 fp32 tile": 1280,
     "sm_80 S128 fp32 blocks": 1792,
     "gfx942 S16 bf16 blocks": 256,
-    "gfx942 S32 bf16 blocks": 256,
-    "gfx942 S64 bf16 blocks": 256,
-    "gfx942 S128 bf16 tile": 256,
-    "gfx942 S128 bf16 blocks": 256,
+    "gfx942 S32 bf16 blocks": 512,
+    "gfx942 S64 bf16 blocks": 512,
+    "gfx942 S128 bf16 tile": 512,
+    "gfx942 S128 bf16 blocks": 768,
     "gfx942 S256 bf16 tile": 256,
-    "gfx942 S256 bf16 blocks": 256,
-    "gfx942 S32 bf16x3 blocks": 256,
-    "gfx942 S64 bf16x3 blocks": 256,
-    "gfx942 S128 bf16x3 tile": 256,
-    "gfx942 S128 bf16x3 blocks": 256,
-    "gfx942 S256 bf16x3 tile": 256,
-    "gfx942 S256 bf16x3 blocks": 256,
+    "gfx942 S256 bf16 blocks": 512,
+    "gfx942 S32 bf16x3 blocks": 512,
+    "gfx942 S64 bf16x3 blocks": 512,
+    "gfx942 S128 bf16x3 tile": 768,
+    "gfx942 S128 bf16x3 blocks": 768,
+    "gfx942 S256 bf16x3 tile": 768,
+    "gfx942 S256 bf16x3 blocks": 512,
     "gfx942 S64 fp32 blocks": 256,
     "gfx942 S128 fp32 blocks": 256,
     "gfx950 S16 bf16 blocks": 256,
-    "gfx950 S32 bf16 blocks": 256,
-    "gfx950 S64 bf16 blocks": 512,
-    "gfx950 S128 bf16 tile": 256,
-    "gfx950 S128 bf16 blocks": 256,
+    "gfx950 S32 bf16 blocks": 512,
+    "gfx950 S64 bf16 blocks": 1024,
+    "gfx950 S128 bf16 tile": 512,
+    "gfx950 S128 bf16 blocks": 1024,
     "gfx950 S256 bf16 tile": 256,
-    "gfx950 S256 bf16 blocks": 256,
+    "gfx950 S256 bf16 blocks": 512,
     "gfx950 S16 bf16x3 blocks": 256,
-    "gfx950 S32 bf16x3 blocks": 256,
-    "gfx950 S64 bf16x3 blocks": 256,
+    "gfx950 S32 bf16x3 blocks": 512,
+    "gfx950 S64 bf16x3 blocks": 512,
     "gfx950 S128 bf16x3 tile": 256,
-    "gfx950 S128 bf16x3 blocks": 256,
+    "gfx950 S128 bf16x3 blocks": 768,
     "gfx950 S256 bf16x3 tile": 256,
-    "gfx950 S256 bf16x3 blocks": 256,
+    "gfx950 S256 bf16x3 blocks": 512,
     "gfx950 S64 fp32 blocks": 256,
     "gfx950 S128 fp32 blocks": 256,
 }
@@ -141,7 +143,11 @@ LEAST_SMALL_INSTRUCTIONS = 50
 
 @dataclass
 class Report:
-    """What one launch row compiled to."""
+    """What one launch row compiled to.
+
+    head: lanes of a head. spilled: bytes of a thread; on NVIDIA those that spills store and load, by the assembler's account;
+    on AMD its scratch memory, where spilled registers stand. unread: figures that the account does not give.
+    """
 
     target: str
     row: str
@@ -149,6 +155,7 @@ class Report:
     precision: str
     rows: int
     warps: int
+    head: int = 0
     registers: int = 0
     spilled: int = 0
     shared: int = 0
@@ -157,6 +164,7 @@ class Report:
     waits: int = 0
     instructions: int = 0
     advice: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     seconds: float = 0.0
     faults: tuple[str, ...] = ()
 
@@ -175,26 +183,29 @@ def signature_of(launch: Launch, sizes: dict[str, Any]) -> dict[str, str]:
     return types
 
 
-def constants_of(launch: Launch, target: str, kernel: str, n_heads: int | None) -> dict[str, Any]:
+def heads_of(launch: Launch) -> tuple[int, ...]:
+    """Lanes of the heads that a row is compiled with: the usual ones, and the widest."""
+    return tuple(sorted({32 if launch.width > 64 else 16, launch.widest_head}))
+
+
+def constants_of(launch: Launch, target: str, kernel: str, head: int | None) -> dict[str, Any]:
     """Compile-time arguments for a row's widest block: the looped in-context learner's, with the exit rule it is evaluated
-    with."""
-    C = launch.width
-    H = n_heads or max(1, C // 32 if C > 64 else C // 16)
-    HP = max(16, C // H)
+    with. head: its lanes, the usual ones where it is None."""
+    C, HP = launch.width, head or heads_of(launch)[0]
     constants = dict(
-        C=C, CP=C, H=H, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_CORE=1, M=launch.rows, NORM="layernorm", EPS=1e-5,
-        ACT="gelu_tanh", CAUSAL=True, INJECT="add", HAS_POS=False, LOOP_NORM="each", READ=0, STRIDE=1, RULE="contraction",
-        ON_STALL="exit", ENDLESS=False, PREC=launch.precision, EMULATE=False,
+        C=C, CP=C, H=max(1, C // HP), HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_CORE=1, M=launch.rows, NORM="layernorm",
+        EPS=1e-5, ACT="gelu_tanh", CAUSAL=True, INJECT="add", HAS_POS=False, LOOP_NORM="each", READ=0, STRIDE=1,
+        RULE="contraction", ON_STALL="exit", ENDLESS=False, PREC=launch.precision, EMULATE=False,
         FAST=launch.precision == "bf16" and target.startswith("sm_"), TMA=launch.tma, STAGES=launch.stages,
     )  # fmt: skip
     if kernel == "tile":
-        return constants | dict(NSLOT=1, RESIDENT=launch.resident, HOLD=launch.hold)
+        return constants | dict(NSLOT=1, RESIDENT=launch.resident)
     return constants | dict(TP=-(-101 // launch.rows) * launch.rows)
 
 
-def compile_row(launch: Launch, target: str, kernel: str = "tile", n_heads: int | None = None, **changes: Any) -> Any:
+def compile_row(launch: Launch, target: str, kernel: str = "tile", head: int | None = None, **changes: Any) -> Any:
     """The compiled kernel of a launch row: `loop_tile` or `loop_blocks`. `changes` replaces compile-time arguments."""
-    constants = constants_of(launch, target, kernel, n_heads) | changes
+    constants = constants_of(launch, target, kernel, head) | changes
     function = loop_tile if kernel == "tile" else loop_blocks
     types = signature_of(launch, constants)
     names = function.arg_names
@@ -202,17 +213,16 @@ def compile_row(launch: Launch, target: str, kernel: str = "tile", n_heads: int 
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(function, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
     warps = launch.warps if kernel == "tile" else launch.block_warps
-    options = dict(num_warps=warps, num_stages=launch.stages)
-    if launch.maxnreg and target.startswith("sm_"):
-        options["maxnreg"] = launch.maxnreg
-    return triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options=dict(num_warps=warps, num_stages=launch.stages))
 
 
-def examine(launch: Launch, target: str, kernel: str = "tile", **changes: Any) -> Report:
+def examine(launch: Launch, target: str, kernel: str = "tile", head: int | None = None, **changes: Any) -> Report:
     """Compile one row and read its figures."""
-    report = Report(target, launch.name, kernel, launch.precision, launch.rows, launch.warps)
+    head = head or heads_of(launch)[0]
+    warps = launch.warps if kernel == "tile" else launch.block_warps
+    report = Report(target, launch.name, kernel, launch.precision, launch.rows, warps, head)
     began = time.time()
-    compiled = compile_row(launch, target, kernel, **changes)
+    compiled = compile_row(launch, target, kernel, head, **changes)
     report.seconds = time.time() - began
     _read(compiled, report)
     report.faults = tuple(faults_of(launch, report))
@@ -236,8 +246,9 @@ def examine_small(name: str, target: str) -> Report:
     compiled = triton.compile(source, target=TARGETS[target], options=dict(num_warps=4))
     report.seconds = time.time() - began
     _read(compiled, report)
+    report.faults = tuple(f"the compiler's account has no {what}" for what in report.unread)
     if report.spilled:
-        report.faults = (f"{report.spilled} bytes spilled, the budget is 0",)
+        report.faults += (f"{report.spilled} bytes spilled, the budget is 0",)
     if report.instructions < LEAST_SMALL_INSTRUCTIONS:
         report.faults += (f"{report.instructions} instructions: an empty kernel",)
     return report
@@ -257,15 +268,21 @@ def _tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
+def _numbers(pattern: str, text: str, what: str, report: Report) -> list[int]:
+    """The numbers in a compiler's account; [0], and noted in the report, where there is none."""
+    found = [int(n) for n in re.findall(pattern, text)]
+    if not found:
+        report.unread += (what,)
+    return found or [0]
+
+
 def _read_cubin(cubin: bytes, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         usage = subprocess.run([_tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
         code = subprocess.run([_tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found:
-        report.registers = int(found[1])
+    report.registers = max(_numbers(r"REG:(\d+)", usage, "registers", report))
     report.matrix_instructions = len(re.findall(rf"\b{MATRIX_INSTRUCTION[report.target]}", code))
     report.waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
     report.instructions = len(re.findall(r"/\*[0-9a-f]{4,}\*/ ", code))
@@ -283,7 +300,9 @@ def _read_advice(ptx: str, target: str, report: Report) -> None:
     said = done.stderr
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {said[-500:]}")
-    report.spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
+    report.spilled = sum(
+        sum(_numbers(rf"(\d+) bytes spill {which}", said, f"spill {which}", report)) for which in ("stores", "loads")
+    )
     report.advice = tuple(sorted(set(re.findall(r"C7\d\d\d", said))))
 
 
@@ -312,16 +331,15 @@ def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 
 def _read_amdgcn(text: str, report: Report) -> None:
-    for name, pattern in (("registers", r"\.vgpr_count:\s+(\d+)"), ("spilled", r"\.vgpr_spill_count:\s+(\d+)")):
-        found = re.search(pattern, text)
-        setattr(report, name, int(found[1]) if found else 0)
+    report.registers = max(_numbers(r"\.vgpr_count:\s+(\d+)", text, "registers", report))
+    report.spilled = max(_numbers(r"\.private_segment_fixed_size:\s+(\d+)", text, "scratch memory", report))
     report.matrix_instructions = len(re.findall(MATRIX_INSTRUCTION[report.target], text))
     report.instructions = len(re.findall(r"^\s+[svdb][a-z_]*_", text, re.MULTILINE))
 
 
 def faults_of(launch: Launch, report: Report) -> list[str]:
     """The gates that a compiled row does not pass."""
-    faults = []
+    faults = [f"the compiler's account has no {what}" for what in report.unread]
     if report.shared > SHARED_LIMIT[report.target]:
         faults.append(f"{report.shared} bytes of shared memory, the chip has {SHARED_LIMIT[report.target]}")
     if report.tensor_memory > TENSOR_MEMORY_LIMIT:
@@ -361,8 +379,8 @@ def main() -> None:
                 and chosen.kernel in ("all", launch.name)
                 and chosen.precision in ("all", launch.precision)
             ):
-                for kernel in ("tile", "blocks"):
-                    reports.append(examine(launch, target, kernel))
+                for head, kernel in itertools.product(heads_of(launch), ("tile", "blocks")):
+                    reports.append(examine(launch, target, kernel, head))
                     print_report(reports[-1])
         for name in SMALL:
             if chosen.kernel in ("all", name) and chosen.precision == "all":
@@ -381,7 +399,7 @@ def main() -> None:
 
 
 def print_report(report: Report) -> None:
-    values = [f"{v}" for k, v in dataclasses.asdict(report).items() if k not in ("faults", "seconds")]
+    values = [f"{v}" for k, v in dataclasses.asdict(report).items() if k not in ("unread", "seconds", "faults")]
     print("  ".join(values), f"{report.seconds:.0f} s", "; ".join(report.faults) or "ok", flush=True)
 
 

@@ -180,12 +180,8 @@ def run(
             ON_STALL=stop.on_stall, ENDLESS=math.isinf(stop.tol), num_stages=launch.stages, num_warps=launch.warps if is_tile
             else launch.block_warps,
         )  # fmt: skip
-        if launch.maxnreg is not None and device.type != "cpu":
-            constants["maxnreg"] = launch.maxnreg
         if is_tile:
-            loop_tile[(n_programs,)](
-                *arguments, *counts, **constants, NSLOT=n_slots, RESIDENT=launch.resident, HOLD=launch.hold
-            )  # fmt: skip
+            loop_tile[(n_programs,)](*arguments, *counts, **constants, NSLOT=n_slots, RESIDENT=launch.resident)
         else:
             parts = 4 if launch.precision == "bf16x3" else 2
             keys = packed.w_in.new_empty(n_programs, parts, fixed["H"], rows, fixed["HP"])

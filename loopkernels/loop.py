@@ -42,7 +42,7 @@ def loop_tile(
     N_CORE: tl.constexpr, M: tl.constexpr, NSLOT: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr,
     CAUSAL: tl.constexpr, INJECT: tl.constexpr, HAS_POS: tl.constexpr, LOOP_NORM: tl.constexpr, READ: tl.constexpr,
     STRIDE: tl.constexpr, RULE: tl.constexpr, ON_STALL: tl.constexpr, ENDLESS: tl.constexpr, PREC: tl.constexpr, EMULATE:
-    tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, HOLD: tl.constexpr, STAGES: tl.constexpr,
+    tl.constexpr, FAST: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """All loops of prompts of at most M / NSLOT tokens.
 
@@ -76,7 +76,6 @@ def loop_tile(
     counters = (zero, zero, zero, zero, zero, zero, tl.zeros([NSLOT], tl.float32), tl.zeros([NSLOT], tl.float32))
     own = zero
     x = tl.zeros([M, CP], tl.float32)
-    p = x
     step = tl.full((), 0, tl.int32)
     empty = tl.full((), 0, tl.int32)
     prompt, fresh, empty = fill(zero - 1, zero, empty, queue, order, ints, n_queue, n_loops, NSLOT)
@@ -91,8 +90,6 @@ def loop_tile(
             rows_new = row_lengths(fresh, M, NSLOT) != 0
             reading = rows_new & (within < row_lengths(own, M, NSLOT))
             x = tl.where(rows_new[:, None], load_rows(start, rows, reading, C, CP), x)
-            if HOLD:
-                p = tl.where(rows_new[:, None], load_rows(prompts, rows, reading, C, CP), p)
             fresh = zero
         valid = within < row_lengths(own, M, NSLOT)
         t = counters[0] + 1
@@ -107,9 +104,9 @@ def loop_tile(
         if measured:
             store_rows(scratch, r * CP, r < M, x, CP, CP)
 
-        if not HOLD:
-            if INJECT != "none":
-                p = load_rows(prompts, rows, valid, C, CP)
+        p = x
+        if INJECT != "none":
+            p = load_rows(prompts, rows, valid, C, CP)
         pos = x
         if HAS_POS:
             pos = load_rows(positions, within * C, valid, C, CP)

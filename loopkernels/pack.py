@@ -72,10 +72,11 @@ class Block:
 
 
 def choose(block: Block, precision: str, target: str) -> Launch | None:
-    """The first row that serves the block's width at this precision on this target, or None."""
-    width = padded(block.width)
+    """The first row that serves the block's width and heads at this precision on this target, or None."""
+    width, head = padded(block.width), padded(block.head_dim)
     for launch in LAUNCHES:
-        if launch.width == width and launch.precision == precision and target in launch.targets and _fits(block, launch):
+        is_asked = launch.width == width and launch.precision == precision and target in launch.targets
+        if is_asked and head <= launch.widest_head and _fits(block, launch):
             return launch
     return None
 

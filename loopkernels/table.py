@@ -1,6 +1,7 @@
 """The launch table: which kernel runs a block of some width at a precision on a chip, and how.
 
-Data, chosen from by width, precision and device alone, so that the bits of a result never depend on the number of prompts.
+Data, chosen from by width, width of a head, precision and device alone, so that the bits of a result never depend on the
+number of prompts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ RESIDENT_BYTES = 98_304
 class Launch:
     """A row of the launch table: which kernel runs blocks of up to `width` padded lanes at a precision, and how.
 
-    rows: rows of a tile. chunk: hidden units of the MLP at a time. resident: weights stay in shared memory through all loops.
-    hold: P stays in registers. tma: weights come through tensor descriptors. per_sm: programs an SM runs at a time.
+    rows: rows of a tile. chunk: hidden units of the MLP at a time. widest_head: lanes of the widest head that passes the gates
+    of `loopkernels.aot`, where a head twice as wide takes twice the shared memory. resident: weights stay in shared memory
+    through all loops. tma: weights come through tensor descriptors. per_sm: programs an SM runs at a time.
     """
 
     name: str
@@ -31,12 +33,11 @@ class Launch:
     rows: int
     warps: int
     chunk: int
+    widest_head: int = 32
     stages: int = 2
     resident: bool = False
-    hold: bool = False
     tma: bool = False
     per_sm: int = 1
-    maxnreg: int | None = None
 
     @property
     def block_warps(self) -> int:
@@ -52,53 +53,53 @@ SM_90, SM_100 = ("sm_90",), ("sm_100",)
 # Blackwell keeps accumulators in tensor memory, and two stages of wide weights beside them spill by the kilobyte: one stage
 # there. On AMD two stages of bf16x3 spill as well, and take minutes to compile.
 LAUNCHES = (
-    Launch("R16", HOPPER, 16, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
+    Launch("R16", HOPPER, 16, "bf16", 64, 4, 64, widest_head=16, resident=True, tma=True, per_sm=2),
     Launch("R32", HOPPER, 32, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
     Launch("R64", HOPPER, 64, "bf16", 64, 4, 64, resident=True, tma=True, per_sm=2),
-    Launch("S16", HOPPER, 16, "bf16", 64, 4, 64, tma=True, per_sm=2),
+    Launch("S16", HOPPER, 16, "bf16", 64, 4, 64, widest_head=16, tma=True, per_sm=2),
     Launch("S32", HOPPER, 32, "bf16", 64, 4, 64, tma=True, per_sm=2),
     Launch("S64", HOPPER, 64, "bf16", 64, 4, 64, tma=True, per_sm=2),
-    Launch("S128", SM_90, 128, "bf16", 64, 8, 64, tma=True),
+    Launch("S128", SM_90, 128, "bf16", 64, 8, 64, widest_head=64, tma=True),
     Launch("S128", SM_100, 128, "bf16", 64, 8, 64, stages=1, tma=True),
     Launch("S256", SM_90, 256, "bf16", 64, 8, 32, tma=True),
     Launch("S256", SM_100, 256, "bf16", 64, 8, 32, stages=1, tma=True),
-    Launch("S16", HOPPER, 16, "bf16x3", 64, 4, 64, tma=True),
+    Launch("S16", HOPPER, 16, "bf16x3", 64, 4, 64, widest_head=16, tma=True),
     Launch("S32", HOPPER, 32, "bf16x3", 64, 4, 64, tma=True),
     Launch("S64", SM_90, 64, "bf16x3", 64, 4, 64, tma=True),
     Launch("S64", SM_100, 64, "bf16x3", 64, 4, 64, stages=1, tma=True),
     Launch("S128", SM_90, 128, "bf16x3", 64, 8, 64, tma=True),
     Launch("S128", SM_100, 128, "bf16x3", 64, 8, 64, stages=1, tma=True),
     Launch("S256", HOPPER, 256, "bf16x3", 64, 8, 32, stages=1, tma=True),
-    Launch("S16", HOPPER, 16, "tf32", 64, 4, 64, tma=True),
+    Launch("S16", HOPPER, 16, "tf32", 64, 4, 64, widest_head=16, tma=True),
     Launch("S32", HOPPER, 32, "tf32", 64, 4, 64, tma=True),
     Launch("S64", SM_90, 64, "tf32", 64, 4, 64, tma=True),
     Launch("S64", SM_100, 64, "tf32", 64, 4, 64, stages=1, tma=True),
     Launch("S128", SM_90, 128, "tf32", 64, 8, 64, tma=True),
     Launch("S128", SM_100, 128, "tf32", 64, 8, 64, stages=1, tma=True),
-    Launch("S16", AMPERE + AMD, 16, "bf16", 64, 4, 64),
+    Launch("S16", AMPERE + AMD, 16, "bf16", 64, 4, 64, widest_head=16),
     Launch("S32", AMPERE + AMD, 32, "bf16", 64, 4, 64),
     Launch("S64", AMPERE + AMD, 64, "bf16", 64, 4, 64),
     Launch("S128", AMPERE + AMD, 128, "bf16", 64, 8, 64),
     Launch("S256", AMPERE, 256, "bf16", 32, 8, 32),
     Launch("S256", AMD, 256, "bf16", 32, 8, 32, stages=1),
-    Launch("S16", AMPERE, 16, "bf16x3", 64, 4, 64),
+    Launch("S16", AMPERE, 16, "bf16x3", 64, 4, 64, widest_head=16),
     Launch("S32", AMPERE, 32, "bf16x3", 64, 4, 64),
     Launch("S64", AMPERE, 64, "bf16x3", 64, 4, 64),
-    Launch("S16", AMD, 16, "bf16x3", 64, 4, 64, stages=1),
+    Launch("S16", AMD, 16, "bf16x3", 64, 4, 64, widest_head=16, stages=1),
     Launch("S32", AMD, 32, "bf16x3", 64, 4, 64, stages=1),
     Launch("S64", AMD, 64, "bf16x3", 64, 4, 64, stages=1),
     Launch("S128", AMPERE, 128, "bf16x3", 16, 8, 32),
     Launch("S128", AMD, 128, "bf16x3", 32, 8, 32, stages=1),
     Launch("S256", AMPERE, 256, "bf16x3", 16, 8, 32),
     Launch("S256", AMD, 256, "bf16x3", 16, 8, 32, stages=1),
-    Launch("S16", AMPERE, 16, "tf32", 64, 4, 64),
+    Launch("S16", AMPERE, 16, "tf32", 64, 4, 64, widest_head=16),
     Launch("S32", AMPERE, 32, "tf32", 64, 4, 64),
     Launch("S64", AMPERE, 64, "tf32", 64, 4, 64),
     Launch("S128", AMPERE, 128, "tf32", 32, 8, 32),
     Launch("S256", AMPERE, 256, "tf32", 16, 8, 32),
-    Launch("S16", HOPPER + AMPERE + AMD, 16, "fp32", 16, 4, 32, stages=1),
-    Launch("S32", HOPPER + AMPERE + AMD, 32, "fp32", 16, 4, 32, stages=1),
-    Launch("S64", HOPPER + AMPERE + AMD, 64, "fp32", 16, 4, 32, stages=1),
+    Launch("S16", HOPPER + AMPERE + AMD, 16, "fp32", 16, 4, 32, widest_head=16, stages=1),
+    Launch("S32", HOPPER + AMPERE + AMD, 32, "fp32", 16, 4, 32, widest_head=16, stages=1),
+    Launch("S64", HOPPER + AMPERE + AMD, 64, "fp32", 16, 4, 32, widest_head=16, stages=1),
     Launch("S128", HOPPER + AMPERE + AMD, 128, "fp32", 16, 8, 32, stages=1),
 )
 

@@ -694,7 +694,9 @@ def test_progress_is_called_and_may_stop_the_run():
     cpu, x = Cpu(icl_model(std=0.1, d_model=64, n_points=30)), prompts(16, 60)
     seen = []
     cpu(x, n_loops=400, n_threads=2, progress=seen.append)
+    assert len(seen) > 1  # every 50 ms of a second or so
     assert seen == sorted(seen)
+    assert set(seen) <= set(range(17))
 
     def stop(n_finished):
         raise LookupError("enough")

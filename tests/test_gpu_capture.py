@@ -171,6 +171,9 @@ def test_what_auto_takes_on_a_gpu_and_why(launches):
     name, reason = chosen(model(d_model=512), x)
     assert name == "graph"
     assert reason == "the Triton kernels on sm_90 take widths up to 256 in bf16x3 and the model is 512 wide"
+    name, reason = chosen(model(n_heads=4), x)
+    assert name == "graph"
+    assert reason == "the Triton kernels on sm_90 take heads of up to 32 lanes in bf16x3 at width 256 and the model's have 64"
     name, reason = chosen(model(), torch.empty(1, 300, 20, device="meta"))
     assert (name, reason) == ("graph", "the Triton kernels take prompts of up to 256 tokens and one has 300")
     name, reason = chosen(model(torch.float64), x)

@@ -3,8 +3,11 @@
 import dataclasses
 import importlib.util
 import os
+import subprocess
+import types
 
 import pytest
+import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -12,22 +15,27 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("an interpreted function cannot be compiled", allow_module_level=True)
 
 from loopkernels import aot, table
-from loopkernels.launch import LAUNCHES, MOST_TOKENS
+from loopkernels.launch import LAUNCHES, MOST_TOKENS, Block, Layer, choose
 
 
 def row(name, precision="bf16", target="sm_90"):
     return next(x for x in LAUNCHES if (x.name, x.precision) == (name, precision) and target in x.targets)
 
 
-@pytest.mark.parametrize(("name", "target", "kernel"), [
-    ("R64", "sm_90", "tile"),
-    ("S128", "sm_90", "blocks"),
-    ("S64", "sm_80", "tile"),
-    ("S64", "gfx942", "tile"),
+@pytest.mark.parametrize(("name", "target", "kernel", "head"), [
+    ("R64", "sm_90", "tile", 16),
+    ("R64", "sm_90", "tile", 32),
+    ("S128", "sm_90", "blocks", 32),
+    ("S128", "sm_90", "blocks", 64),
+    ("S64", "sm_80", "tile", 32),
+    ("S64", "gfx942", "tile", 16),
 ])  # fmt: skip
-def test_one_row_of_each_kernel_passes_its_gates(name, target, kernel):
-    report = aot.examine(row(name, target=target), target, kernel)
+def test_one_row_of_each_kernel_passes_its_gates(name, target, kernel, head):
+    launch = row(name, target=target)
+    assert head in aot.heads_of(launch)
+    report = aot.examine(launch, target, kernel, head)
     assert report.faults == ()
+    assert report.head == head
     assert report.matrix_instructions > 0
     assert 0 < report.shared <= aot.SHARED_LIMIT[target]
 
@@ -76,8 +84,48 @@ def test_a_budget_is_of_a_row_that_there_is():
         row(name, precision, target)
 
 
+def test_a_row_takes_no_head_wider_than_it_is_compiled_with():
+    weight = torch.zeros(1, 1)
+    for launch in LAUNCHES:
+        assert aot.heads_of(launch)[-1] == launch.widest_head
+        for target in launch.targets:
+            for head, fits in ((launch.widest_head - 1, True), (launch.widest_head, True), (launch.widest_head + 1, False)):
+                layer = Layer(
+                    (None, None), (weight.expand(3 * head, launch.width), None), *[(weight.expand(launch.width, 8), None)] * 4
+                )
+                found = choose(Block((layer,), n_heads=1, head_dim=head), launch.precision, target)
+                assert (found is not None) == fits
+                assert not fits or head <= found.widest_head
+
+
+def test_spills_are_counted_in_bytes_on_amd():
+    text = """
+        .private_segment_fixed_size: 432
+        .sgpr_spill_count: 0
+        .vgpr_count:     256
+        .vgpr_spill_count: 115
+    """
+    report = aot.Report("gfx942", "S64", "blocks", "bf16", 64, 8)
+    aot._read_amdgcn(text, report)
+    assert (report.registers, report.spilled, report.unread) == (256, 432, ())
+
+
+def test_an_account_without_a_figure_is_a_fault(monkeypatch):
+    for target, read, missing in (
+        ("gfx942", lambda report: aot._read_amdgcn("v_mfma", report), ["registers", "scratch memory"]),
+        ("sm_90", lambda report: aot._read_advice("", "sm_90", report), ["spill stores", "spill loads"]),
+        ("sm_90", lambda report: aot._read_cubin(b"", report), ["registers"]),
+    ):
+        quiet = subprocess.CompletedProcess([], 0, "", "")
+        monkeypatch.setattr(aot, "subprocess", types.SimpleNamespace(run=lambda *args, quiet=quiet, **kwargs: quiet))
+        report = aot.Report(target, "S64", "tile", "bf16", 64, 4)
+        read(report)
+        report = dataclasses.replace(report, matrix_instructions=26, instructions=3000)
+        assert aot.faults_of(row("S64", target=target), report) == [f"the compiler's account has no {what}" for what in missing]
+
+
 def test_gates_see_what_is_wrong():
-    good = aot.Report("sm_90", "S64", "tile", "bf16", 64, 4, 200, 0, 40_000, 0, 26, 9, 3000)
+    good = aot.Report("sm_90", "S64", "tile", "bf16", 64, 4, 16, 200, 0, 40_000, 0, 26, 9, 3000)
     launch = row("S64")
     assert aot.faults_of(launch, good) == []
     for changes, word in [

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -98,13 +99,149 @@ def test_the_fastest_of_all_settings_and_both_sizes_enters(peers, monkeypatch, b
     assert len(seen) == 6
 
 
-@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
-def test_every_setting_of_a_peer_agrees_with_eager(peers, name):
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_the_first_call_of_a_trial_does_not_count(peers, monkeypatch, is_eager):
+    """Two settings: one whose first call takes 20 s and the others 6 s, one that always takes 8 s, by a clock of the test's
+    own."""
+    now = [0.0]
+
+    def slow(first, then):
+        calls = []
+
+        def call(x):
+            now[0] += then if calls else first
+            calls.append(1)
+            return np.ones((len(x), 3))
+
+        return call
+
+    def sample(way, n_calls):
+        begin = now[0]
+        way.call()
+        return now[0] - begin
+
+    monkeypatch.setattr(peers, "sample", sample)
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
+    calls = {"warms up": slow(20, 6), "steady": slow(8, 8)}
+    common = (torch.tensor([0, 1]), np.ones((2, 3)), lambda text: None)
+    x = torch.zeros(128, 7, 2)
+    if not is_eager:
+        monkeypatch.setitem(peers.IMPLEMENTATIONS, "fake", lambda *arguments: calls)
+        monkeypatch.setattr(peers, "PART", 128)
+        assert peers.fastest("fake", "x", random_model("C16H2T7"), x, 1, *common).setting == "warms up"
+        return
+
+    class Worker:
+        def ask(self, what, *values):
+            if what == "use":
+                self.call = calls["warms up" if values[0] is None else "steady"]
+            elif what == "output":
+                return self.call(x)
+            elif what == "sample":
+                return sample(peers.Way(lambda: self.call(x)), 1)
+            return None
+
+    assert peers.default_heap_entry(Worker(), "C16H2T7", "x", x, 1, *common).setting == "default heap"
+
+
+def assert_every_setting_agrees(peers, name, n_settings):
+    model = peers.random_model("C16H2T7")
+    for n_prompts, n in zip((4, 1), n_settings, strict=True):
+        x = torch.randn(n_prompts, 7, 20, generator=torch.Generator().manual_seed(0))
+        settings = peers.IMPLEMENTATIONS[name](model, x, 5, 2)
+        assert len(settings) == n
+        for setting, call in settings.items():
+            for prompts in (x, 2 * x):  # not the example's own
+                with torch.no_grad():
+                    want = model(prompts, n_loops=5, backend="eager").numpy()
+                np.testing.assert_allclose(call(prompts), want, atol=1e-5, err_msg=setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "n_settings"), [("ours", (1, 1)), ("eager", (1, 1)), ("onnxruntime", (2, 2)), ("openvino", (2, 1))]
+)
+def test_every_setting_of_what_is_installed_agrees_with_eager(peers, name, n_settings):
     if package := peers.missing(name):
         pytest.skip(f"{package} is not installed: pip install 'looped[bench]'")
-    model = peers.random_model("C16H2T7")
-    x = torch.randn(4, 7, 20, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        want = model(x, n_loops=5).numpy()
-    for setting, call in peers.IMPLEMENTATIONS[name](model, x, 5, 2).items():
-        np.testing.assert_allclose(call(x), want, atol=1e-5, err_msg=setting)
+    assert_every_setting_agrees(peers, name, n_settings)
+
+
+class Graph:
+    """Stands for an exported graph: the module, taken apart by no one."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def SerializeToString(self):  # noqa: N802
+        return self
+
+
+class Session:
+    """Stands for ONNX Runtime's."""
+
+    def __init__(self, graph, options, providers):
+        self.module = graph.module
+
+    def get_inputs(self):
+        return [types.SimpleNamespace(name="x")]
+
+    @torch.no_grad()
+    def run(self, names, inputs):
+        return [self.module(torch.from_numpy(inputs["x"])).numpy()]
+
+
+class Compiled:
+    """Stands for OpenVINO's: takes the shape it was converted for, and no other."""
+
+    def __init__(self, module, shape):
+        self.module, self.shape = module, shape
+
+    @torch.no_grad()
+    def __call__(self, x):
+        assert list(x.shape) == self.shape
+        return [self.module(torch.from_numpy(x)).numpy()]
+
+
+class Queue:
+    """Stands for OpenVINO's: answers at the end, the last request first, in one buffer."""
+
+    def __init__(self, compiled, n):
+        self.compiled, self.n, self.waiting = compiled, n, []
+
+    def set_callback(self, callback):
+        self.callback = callback
+
+    def start_async(self, x, i):
+        self.waiting.append((x, i))
+        assert len(self.waiting) <= self.n
+
+    def wait_all(self):
+        buffer = None
+        for x, i in self.waiting[::-1]:
+            answer = self.compiled(x)[0]
+            buffer = answer if buffer is None else buffer
+            buffer[:] = answer
+            tensor = types.SimpleNamespace(data=buffer)
+            self.callback(types.SimpleNamespace(get_output_tensor=lambda which, tensor=tensor: tensor), i)
+        self.waiting = []
+
+
+@pytest.mark.parametrize(("name", "n_settings"), [("compile", (1, 2)), ("onnxruntime", (2, 2)), ("openvino", (2, 1))])
+def test_every_setting_of_a_peer_agrees_with_eager_on_stand_ins(peers, monkeypatch, name, n_settings):
+    """What is ours in them, where no package is installed: parts and their order, loops, inputs and outputs."""
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    runtime = types.SimpleNamespace(
+        SessionOptions=types.SimpleNamespace,
+        GraphOptimizationLevel=types.SimpleNamespace(ORT_ENABLE_ALL=99),
+        InferenceSession=Session,
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    setups = sys.modules["peer_setups"]
+    monkeypatch.setattr(setups, "export", lambda module, *inputs, **names: Graph(module))
+    monkeypatch.setattr(setups, "export_loop", lambda model, x, n_loops: Graph(setups.AllLoops(model, n_loops)))
+    core = types.SimpleNamespace(compile_model=lambda converted, device, config: converted)
+    vino = types.SimpleNamespace(
+        Core=lambda: core, convert_model=lambda module, example_input, input: Compiled(module, input), AsyncInferQueue=Queue
+    )
+    monkeypatch.setitem(sys.modules, "openvino", vino)
+    assert_every_setting_agrees(peers, name, n_settings)

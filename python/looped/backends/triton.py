@@ -31,12 +31,11 @@ from looped.backends.device import (
 )
 from looped.config import LoopedConfig
 from looped.exits import Readout
-from looped.loop import LoopResult, LoopSpec, LoopState
+from looped.loop import LoopResult, LoopSpec, LoopState, Status, not_begun
 from looped.model import LoopedTransformer, clear_padding, own_tokens
 from looped.weights import weights_of
 
 PRECISION_OF_SETTING = {"highest": "bf16x3", "high": "tf32", "medium": "bf16"}
-ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "silu_gated")
 KEPT = 4  # packed copies under one first weight
 
 Weights = Mapping[str, Tensor]
@@ -68,20 +67,23 @@ def cannot_run(config: LoopedConfig, weights: Weights, spec: LoopSpec | None = N
     precision = precision_of(weight)
     if precision is None:
         return f"the Triton kernels compute in float32 or bfloat16 and the model is {weight.dtype}"
-    if config.norm_kind not in ("layernorm", "rms", "none"):
-        return f"the Triton kernels have no {config.norm_kind} norm"
-    if config.activation not in ACTIVATIONS:
-        return f"the Triton kernels have no {config.activation} activation"
     target = launch.target_of(weight.device)
     too_old: str | None = launch.why_not_compiled(target)
     if too_old:
         return too_old
     if launch.choose(block_of(config, weights), precision, target) is None:
-        widths = [row.width for row in launch.LAUNCHES if target in row.targets and row.precision == precision]
-        if not widths:
+        rows = [row for row in launch.LAUNCHES if target in row.targets and row.precision == precision]
+        if not rows:
             return f"the Triton kernels have no {precision} launch for {target} ({weight.device})"
-        reason = launch.why_not_offered(launch.padded(config.d_model), precision, target)
-        limit = f"the Triton kernels on {target} take widths up to {max(widths)} in {precision} and the model is"
+        width = launch.padded(config.d_model)
+        heads = [row.widest_head for row in rows if row.width == width]
+        if heads:
+            limit = f"the Triton kernels on {target} take heads of up to {max(heads)} lanes in {precision} at width {width}"
+            return f"{limit} and the model's have {config.head_dim}"
+        reason = launch.why_not_offered(width, precision, target)
+        limit = (
+            f"the Triton kernels on {target} take widths up to {max(row.width for row in rows)} in {precision} and the model is"
+        )
         return f"{limit} {config.d_model} wide" + (f": {reason}" if reason else "")
     return None if spec is None else _why_not_spec(config, spec)
 
@@ -258,61 +260,100 @@ def run(
 ) -> LoopResult:
     """`eager.run` on the Triton kernels: the same arguments and results; the same bits in any batch.
 
-    weights: used in place of the model's own. A launch ends by itself: `on_progress` is not called on the way, and Ctrl-C comes
-    out after it.
+    weights: used in place of the model's own. A launch runs all loops and cannot be stopped inside, so `on_progress` is not
+    called on the way. Ctrl-C on the way to it leaves the call as if it had not begun; between launches of one loop each, what
+    they have done stays.
     """
     weights = weights_of(model) if weights is None else weights
     config, dtype = model.config, next(iter(weights.values())).dtype
     with torch.autocast(prompts.device.type, enabled=False), torch.cuda.device_of(prompts):
-        tiles = packed(config, weights)["core"]
-        given = [prompts.shape[1]] * len(prompts) if lengths is None else lengths.tolist()
-        P = embed(config, weights, prompts, lengths, given)
-        own = own_tokens(P.shape[1], lengths)
-        memory, final, last_read, first_t = None, None, None, None
-        if isinstance(state, LoopState):
-            final = clear_padding(state.memory.get("F32", state.y).float(), own)
-            start = clear_padding(state.memory.get("Y", final).float(), own)
-            memory, last_read = memory_of(state, spec)
-            first_t = state.memory["t"]
-        else:
-            start = clear_padding(model.initial_state(P, state), own).float()
-        first = int(first_t.min()) if first_t is not None and len(first_t) else 0
-        once = functools.partial(kernels().run, tiles, P, lengths=given, groups=groups_of(given, tiles.launch.rows))
-        in_kernel = tiles.read_weight is not None
-        stop = stop_of(spec, tiles.fixed["PREC"])
-        if not spec.return_predictions or in_kernel:
-            keeps = spec.return_predictions
-            out = once(start, stop=stop, memory=memory, final=final, last_read=last_read, first_loop=first, keep_reads=keeps)
-            reads = out.reads
-        else:
-            reading = functools.partial(read, config, weights, lengths=lengths, given=given)
-            out, reads = _one_by_one(once, reading, start, stop, memory, final, first)
-        prediction = read(config, weights, out.final, lengths, given)
-        return _result(model, out, reads, prediction, lengths, spec, first, first_t, dtype)
+        try:
+            given = _lengths_of(prompts, lengths)
+            out, reads, is_interrupted = _loop(model, weights, prompts, lengths, given, spec, state)
+        except KeyboardInterrupt:
+
+            def reading(y: Tensor, own_lengths: Tensor | None) -> Tensor:
+                return read(config, weights, y.float(), own_lengths, _lengths_of(y, own_lengths))
+
+            return not_begun(config, prompts, lengths, dtype, spec, state, "triton", reading)
+        first_t = state.memory["t"] if isinstance(state, LoopState) else None
+        finish = functools.partial(_result, model, weights, out, reads, lengths, given, spec, first_t, dtype)
+        try:
+            return finish(is_interrupted)
+        except KeyboardInterrupt:
+            return finish(True)
+
+
+def _lengths_of(prompts: Tensor, lengths: Tensor | None) -> list[int]:
+    """Lengths of prompts [B, T, ...] on the host; without a copy where the batch is full."""
+    return [prompts.shape[1]] * len(prompts) if lengths is None else lengths.tolist()
+
+
+def _loop(
+    model: LoopedTransformer, weights: Weights, prompts: Tensor, lengths: Tensor | None, given: list[int], spec: LoopSpec,
+    state: LoopState | Tensor | None,
+) -> tuple[Any, Tensor | None, bool]:  # fmt: skip
+    """All loops: what the last launch left, the predictions of every loop, and whether an interrupt came between launches."""
+    config = model.config
+    tiles = packed(config, weights)["core"]
+    P = embed(config, weights, prompts, lengths, given)
+    own = own_tokens(P.shape[1], lengths)
+    memory, final, last_read, first = None, None, None, 0
+    if isinstance(state, LoopState):
+        final = clear_padding(state.memory.get("F32", state.y).float(), own)
+        start = clear_padding(state.memory.get("Y", final).float(), own)
+        memory, last_read = memory_of(state, spec)
+        first = _first_loop(state.memory["t"])
+    else:
+        start = clear_padding(model.initial_state(P, state), own).float()
+    once = functools.partial(kernels().run, tiles, P, lengths=given, groups=groups_of(given, tiles.launch.rows))
+    stop = stop_of(spec, tiles.fixed["PREC"])
+    if spec.return_predictions and tiles.read_weight is None:
+        reading = functools.partial(read, config, weights, lengths=lengths, given=given)
+        return _one_by_one(once, reading, start, stop, memory, final, first)
+    keeps = spec.return_predictions
+    out = once(start, stop=stop, memory=memory, final=final, last_read=last_read, first_loop=first, keep_reads=keeps)
+    return out, out.reads, False
+
+
+def _first_loop(t: Tensor | None) -> int:
+    """Loops that the least advanced prompt has behind it."""
+    return int(t.min()) if t is not None and len(t) else 0
 
 
 def _one_by_one(
     once: Callable[..., Any], reading: Callable[[Tensor], Tensor], start: Tensor, stop: Any, memory: Any, final: Tensor | None,
     first: int,
-) -> tuple[Any, Tensor]:  # fmt: skip
-    """Predictions that the kernel cannot read: one loop a launch, read in between. The same bits, by resuming."""
+) -> tuple[Any, Tensor, bool]:  # fmt: skip
+    """Predictions that the kernel cannot read: one loop a launch, read in between. The same bits, by resuming. An interrupt
+    leaves the loops before it."""
     with_stop = kernels().with_stop
     out = once(start, stop=with_stop(stop, n_loops=first), memory=memory, final=final)
     last = reading(out.final)
     reads = last.new_empty(len(last), max(0, stop.n_loops - first), *last.shape[1:])
-    for i in range(reads.shape[1]):
-        at = out.final if out.going is None else out.going
-        out = once(at, stop=with_stop(stop, n_loops=first + i + 1), memory=(out.ints, out.floats), final=out.final)
-        reads[:, i] = reading(out.final)
-    return out, reads
+    try:
+        for i in range(reads.shape[1]):
+            at = out.final if out.going is None else out.going
+            after = once(at, stop=with_stop(stop, n_loops=first + i + 1), memory=(out.ints, out.floats), final=out.final)
+            reads[:, i] = reading(after.final)
+            out = after
+    except KeyboardInterrupt:
+        return out, reads, True
+    return out, reads, False
 
 
 def _result(
-    model: LoopedTransformer, out: Any, reads: Tensor | None, prediction: Tensor, lengths: Tensor | None, spec: LoopSpec,
-    first: int, first_t: Tensor | None, dtype: torch.dtype,
+    model: LoopedTransformer, weights: Weights, out: Any, reads: Tensor | None, lengths: Tensor | None,
+    given: list[int], spec: LoopSpec, first_t: Tensor | None, dtype: torch.dtype, is_interrupted: bool,
 ) -> LoopResult:  # fmt: skip
     y = out.final.to(dtype)
     memory = remembered(out.ints, out.floats, out.last_read)
+    prediction, status = read(model.config, weights, out.final, lengths, given), memory["status"]
+    if is_interrupted:
+        unfinished = ~memory["done"] & (memory["t"] < spec.n_loops)
+        status = torch.where(unfinished, Status.INTERRUPTED, status)
+        prediction = prediction.clone()
+        prediction[unfinished] = torch.nan
     if out.going is not None or dtype != torch.float32:
         memory["Y"] = out.final if out.going is None else out.going
     if dtype != torch.float32:
@@ -320,16 +361,18 @@ def _result(
     predictions = None
     if spec.return_predictions:
         assert reads is not None
+        first = _first_loop(first_t)
         predictions = after_every_loop(model, reads.to(dtype), prediction, memory["t"], lengths, first, first_t)
     return LoopResult(
         y=y,
         prediction=prediction,
         n_loops=memory["t"],
-        status=memory["status"],
+        status=status,
         residual=memory["residual"],
         predictions=predictions,
         n_loops_by_token=None,
         state=LoopState(y, memory, spec.stopping),
         backend="triton",
         reason="",
+        interrupted=is_interrupted,
     )
