@@ -201,7 +201,8 @@ def test_power_iteration(dtype, how, error, backend, whole):
         assert np.abs(v * np.sign(v @ Q[:, 0]) - Q[:, 0]).max() < 1e-4
 
 
-SGDS = [(F64, product("pair", 16, 4), 2.3e-11), (F32, product("pair", 6, 2), 7.3e-6)]
+# The median over five problems. Rounding, times kappa, is most of the error, so problems and backends differ by it.
+SGDS = [(F64, product("pair", 16, 4), 5.9e-11), (F32, product("pair", 6, 2), 2.8e-5)]
 
 
 @IN_PART_AND_WHOLE
@@ -209,16 +210,20 @@ SGDS = [(F64, product("pair", 16, 4), 2.3e-11), (F32, product("pair", 6, 2), 7.3
 @pytest.mark.parametrize(("dtype", "how", "error"), SGDS)
 def test_linear_regression_by_sgd(dtype, how, error, backend, whole):
     n_epochs = 20 if whole or backend == "cpu" else 2
-    rng = np.random.default_rng(0)
-    X, w = rng.uniform(-0.8, 0.8, (6, 4)), rng.uniform(-0.8, 0.8, 4)
-    program = assemble_fleq(linear_sgd_text(X, X @ w, 0.3, n_epochs))
-    run, memory = run_one(program, backend, dtype, Blocks(("mm", "sub"), product=how))
-    assert np.abs(run["w"] - program.value("w", memory)).max() < 3 * error
-    plain = np.zeros(4)
-    for _ in range(n_epochs):
-        for x in X:
-            plain -= 0.3 * (plain @ x - w @ x) * x
-    assert np.abs(program.value("w", memory)[:, 0] - plain).max() < 1e-12
+    errors = []
+    for seed in range(5 if whole else 1):
+        rng = np.random.default_rng(seed)
+        X, w = rng.uniform(-0.8, 0.8, (6, 4)), rng.uniform(-0.8, 0.8, 4)
+        program = assemble_fleq(linear_sgd_text(X, X @ w, 0.3, n_epochs))
+        run, memory = run_one(program, backend, dtype, Blocks(("mm", "sub"), product=how))
+        errors.append(np.abs(run["w"] - program.value("w", memory)).max())
+        plain = np.zeros(4)
+        for _ in range(n_epochs):
+            for x in X:
+                plain -= 0.3 * (plain @ x - w @ x) * x
+        assert np.abs(program.value("w", memory)[:, 0] - plain).max() < 1e-12
+    assert np.median(errors) < 1.5 * error
+    assert max(errors) < 4 * error
 
 
 XOR = np.array([[0, 0], [0, 1], [1, 0], [1, 1]]), np.array([0, 1, 1, 0])
