@@ -67,8 +67,8 @@ def solve(
         return_predictions: the read-out after every loop, too.
         backend: ``"cpu"``, the C++ engine; ``"triton"``, the fused kernels on a GPU; ``"graph"``, ordinary kernels in a CUDA
             graph; ``"eager"``; or ``"auto"``, which takes the C++ engine on a CPU, and on a GPU the fused kernels or else the
-            graph, where it can, and says once in the log why where it cannot. The result's `backend` and `reason` tell which
-            one ran and why.
+            graph, where it can, each prompt by its own length, and says once in the log why where it cannot. The result's
+            `backend` and `reason` tell which ran and why.
         dtype: torch.float32, float64 or bfloat16 to compute in; default the parameters' own. Prompts are converted.
         allow_batch_dependent: with ``"auto"`` on a GPU, also choose by the number of prompts: a few of them go to ``"graph"``
             where that should be faster, and their results may then differ in the last bits with the batch they come in. On a

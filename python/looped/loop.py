@@ -141,7 +141,7 @@ class LoopResult:
         that a prompt had behind it are NaN.
     n_loops_by_token: int64 [B, T], the loop at which a token was frozen (scope="prefix"), else None.
     state: resumes, see `LoopState`. It shares its memory with y.
-    backend, reason: what ran it, and why that one.
+    backend, reason: what ran it, and why that one. Of a GPU's batch of short and long prompts: "triton and graph".
     interrupted: whether Ctrl-C stopped the call. Prompts that had not finished then have Status.INTERRUPTED, the state of their
         last complete loop, and NaN for what has not been read.
     """
