@@ -15,7 +15,7 @@ import looped
 from looped import op
 from looped.backends import device, eager, graph, triton
 from looped.exits import Contraction, Readout
-from looped.loop import LoopState, Status
+from looped.loop import LoopState, Status, not_begun
 from looped.weights import weights_of
 
 MOST = 5  # tokens, of a prompt that the kernels here take
@@ -162,6 +162,28 @@ def test_progress_counts_all_and_an_interrupt_stops_both():
         close(result.y[i], whole.y[i])
     assert result.n_loops.tolist() == whole.n_loops.tolist()
     assert result.status.tolist() == whole.status.tolist()
+
+
+@pytest.mark.parametrize("module", [triton, graph])
+def test_an_interrupt_before_the_first_loop_of_a_part_loses_nothing(module, monkeypatch):
+    model, x = icl_model(std=0.15, state_init="embedding"), prompts()
+    options = dict(n_loops=12, exit=Contraction(tol=1e-3), on_stall="damp")
+    whole, run, calls = looped.solve(model, x, **options), module.run, []
+
+    def hit(model, prompts, lengths, spec, state=None, on_progress=None):
+        calls.append(1)
+        if len(calls) > 1:
+            return run(model, prompts, lengths, spec, state, on_progress)
+        return not_begun(model.config, prompts, lengths, prompts.dtype, spec, state, "hit", model.read)
+
+    monkeypatch.setattr(module, "run", hit)
+    result = looped.solve(model, x, on_interrupt="return", **options)
+    assert result.interrupted
+    rest = looped.solve(model, x, state=result.state, **options)
+    for i in range(6):
+        close(rest.y[i], whole.y[i])
+    assert rest.n_loops.tolist() == whole.n_loops.tolist()
+    assert rest.status.tolist() == whole.status.tolist()
 
 
 def test_a_prompt_that_leaves_the_finite_numbers_leaves_the_other_part_alone():

@@ -7,6 +7,7 @@ the batch it comes in, because its bits do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -63,22 +64,22 @@ def run_parts(
     interrupted stop where they first look for an interrupt.
     """
     results: list[LoopResult] = []
-    n_before = 0
+    n_before, is_interrupted = 0, False
     for part in parts:
         rows = None if len(parts) == 1 else torch.tensor(part.rows, device=prompts.device)
         longest = max((own_lengths[i] for i in part.rows), default=0)
         width = min(max(1, longest), prompts.shape[1])  # a row of padding where no prompt has tokens, if the batch has one
+        own_prompts, own_state = resize(_taken(prompts, rows), 1, width), _state_of(config, state, rows, width)
+        run = functools.partial(part.run, own_prompts, None if lengths is None else _taken(lengths, rows), state=own_state)
         counts = None if on_progress is None else _counting_from(n_before, on_progress)
-        results.append(
-            part.run(
-                resize(_taken(prompts, rows), 1, width),
-                None if lengths is None else _taken(lengths, rows),
-                state=_state_of(config, state, rows, width),
-                on_progress=_interrupt if any(result.interrupted for result in results) else counts,
-            )
-        )
+        result = run(on_progress=_interrupt if is_interrupted else counts)
+        is_interrupted |= result.interrupted
+        while result.interrupted and not result.state.memory and len(parts) > 1:
+            result = run(on_progress=_interrupt)  # it had not begun, and the other parts' memory needs its own beside it
+        results.append(result)
         n_before += len(part.rows)
-    return _joined(config, [part.rows for part in parts], results, prompts.shape[1])
+    result = _joined(config, [part.rows for part in parts], results, prompts.shape[1])
+    return dataclasses.replace(result, interrupted=is_interrupted)
 
 
 def _counting_from(n_before: int, on_progress: OnFinished) -> OnFinished:
@@ -147,7 +148,6 @@ def _joined(config: LoopedConfig, rows: list[Sequence[int]], results: list[LoopR
         predictions=predictions,
         state=dataclasses.replace(results[0].state, y=y, memory=memory),
         backend=" and ".join(dict.fromkeys(result.backend for result in results)),
-        interrupted=any(result.interrupted for result in results),
     )
 
 
