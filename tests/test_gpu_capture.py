@@ -155,11 +155,11 @@ def test_this_test_sees_a_wait_and_a_copy(launches):
                 wrong()
 
 
-def chosen(model, x, **options):
-    spec = looped.engine._spec(model, 3, None, "ignore", None, False, options.get("backend", "auto"), False)
-    few = [x.shape[1]] * len(x) if options.get("few") else None
-    run, reason = looped.engine._choose(model, spec, options.get("backend", "auto"), few, x.shape[1])
-    return run.__module__.rpartition(".")[2], reason
+def chosen(model, x, few=False):
+    spec = looped.engine._spec(model, 3, None, "ignore", None, False, "auto", few)
+    choices, reason = looped.engine._choose(model, spec, "auto", [x.shape[1]] * len(x), few)
+    assert [list(choice.rows) for choice in choices] == [list(range(len(x)))]
+    return choices[0].run.__module__.rpartition(".")[2], reason
 
 
 def test_what_auto_takes_on_a_gpu_and_why(launches):
@@ -242,7 +242,7 @@ def test_the_operator_on_a_gpu_takes_what_runs(launches, monkeypatch, n_tokens, 
     called = []
 
     def note(name):
-        def run(model, x, lengths, how, state, **rest):
+        def run(model, x, lengths, **rest):
             called.append(name)
             raise RuntimeError("seen")
 

@@ -368,6 +368,45 @@ def test_ctrl_c_stops_a_long_loop_within_a_tenth_of_a_second(mask_kind):
     assert sorted(waits)[1] < 0.1, waits
 
 
+READS = {
+    "readout": dict(exit=Readout(tol=0.25, patience=100, stall_window=10**6)),
+    "readout of every 2nd loop": dict(exit=Readout(tol=0.25, patience=100, check_every=2, stall_window=10**6)),
+    "prefix": dict(exit=Readout(tol=1e-12, scope="prefix", stall_window=10**6)),
+    "predictions": dict(return_predictions=True),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("mode", READS)
+def test_an_interrupt_inside_a_read_out_leaves_no_trace(mode):
+    """Of a vocabulary so large that nearly every interrupt comes while it is read."""
+    fields = dict(input_kind="states", readout="vocabulary", vocab_size=20_000, d_model=256, n_heads=4, pos_kind="none")
+    model = random_weights(looped.LoopedTransformer(looped.LoopedConfig(**fields)), std=0.05, dtype=torch.float32)
+    x, n_loops = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(1)), 40
+    options = dict(n_loops=n_loops, backend="cpu", **READS[mode])
+    check_every = options["exit"].check_every if "exit" in options else 1
+    whole = looped.solve(model, x, **(options | dict(return_predictions=True)))
+    assert whole.n_loops.tolist() == [n_loops] * 2
+    state, first_t, n_stops, n_calls, result = None, torch.zeros(2, dtype=torch.int64), 0, 1, None
+    while result is None or result.interrupted:
+        result = looped.solve(model, x, **options, state=state, progress=interrupt_after(n_calls), on_interrupt="return")
+        n_calls = 1 if (result.n_loops > first_t).any() else n_calls + 1  # a processor with many others to serve takes longer
+        first = int(first_t.min())
+        for i, (begin, used) in enumerate(zip(first_t.tolist(), result.n_loops.tolist(), strict=True)):
+            if result.predictions is not None:
+                assert same(result.predictions[i, begin - first : used - first], whole.predictions[i, begin:used])
+            elif last_check := used - used % check_every:
+                read = result.state.memory["rule.prediction"][i]
+                assert torch.equal(read, whole.predictions[i, last_check - 1].double()), (i, used)
+        state, first_t, n_stops = result.state, result.n_loops, n_stops + result.interrupted
+    assert n_stops > 2
+    for name in ("y", "prediction", "n_loops", "status", "residual"):
+        assert same(getattr(result, name), getattr(whole, name)), name
+    for name, tensor in whole.state.memory.items():
+        if name not in ("prefix.keys", "prefix.values"):  # those of tokens that move are made again in every loop
+            assert same(result.state.memory[name], tensor), name
+
+
 @needs_engine
 def test_other_threads_run_meanwhile():
     model, x, ticks, running = icl_model(std=0.1), prompts(), [0], [True]

@@ -277,7 +277,8 @@ def test_wrong_prompts_are_named():
             looped.solve(on, prompts)
     with pytest.raises(ValueError, match="18 tokens but the model has 17"):
         model(torch.randn(1, 18, 3, dtype=torch.float64))
-    for lengths, message in (([6, 1], "prompt 0 has length 6"), ([1], "2 integers"), ([1.0, 2.0], "2 integers")):
+    wrong_kind = r"lengths must be integers \[2\], one for each prompt"
+    for lengths, message in (([6, 1], "prompt 0 has length 6"), ([1], wrong_kind), ([1.0, 2.0], wrong_kind)):
         with pytest.raises(ValueError, match=message):
             looped.solve(model, torch.randn(2, 5, 3), lengths=lengths)
     # More padding than positions is no error: padding is not read.

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -152,6 +153,45 @@ def test_lengths_are_checked_on_every_path(dtype):
         with pytest.raises(ValueError, match=f"looped::loop: {text}"):
             call(model, x, lengths, n_loops=2)
     assert torch.equal(call(model, x, LENGTHS.to(torch.uint8), n_loops=2)[0], call(model, x, LENGTHS, n_loops=2)[0])
+
+
+@torch.no_grad()
+def test_lengths_may_have_any_strides():
+    model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
+    for lengths in (
+        torch.tensor([9, 0, 4, 0, 7, 0])[::2],
+        torch.tensor([[9, 1], [4, 1], [7, 1]])[:, 0],
+        torch.tensor(9).expand(3),
+    ):
+        assert not lengths.is_contiguous()
+        assert torch.equal(model(x, lengths=lengths), model(x, lengths=lengths.clone()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("return_predictions", [False, True])
+def test_a_prompt_that_leaves_the_finite_numbers_keeps_one_state_in_memory(return_predictions, monkeypatch):
+    """On the rule `fixed` it runs all loops in plain PyTorch."""
+    model, x, alive, most, iterate = (
+        icl_model(std=0.1, dtype=torch.float32),
+        prompts(),
+        [],
+        [0],
+        looped.LoopedTransformer.iterate,
+    )
+    x[1, 0, 0] = float("nan")
+
+    def counted(*arguments, **options):
+        for Y in iterate(*arguments, **options):
+            alive.append(weakref.ref(Y))
+            most[0] = max(most[0], sum(state() is not None for state in alive))
+            yield Y
+
+    monkeypatch.setattr(looped.LoopedTransformer, "iterate", counted)
+    read = model(x, n_loops=30, return_predictions=return_predictions)
+    assert len(alive) == 30
+    assert most[0] <= 3  # the last one, this one, and one in the caller's hands
+    assert read[1].isnan().any()
+    assert read[[0, 2]].isfinite().all()
 
 
 def test_there_is_no_gradient():

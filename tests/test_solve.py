@@ -13,6 +13,7 @@ from tolerances import EAGER_BATCH, FP64
 import looped
 from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative
 from looped.loop import Status
+from looped.prompt_batch import PromptBatch, sums_of_words
 
 
 @pytest.fixture(autouse=True, params=["eager", "cpu"])
@@ -477,6 +478,105 @@ def test_states_are_kept_apart():
     for other in (x.flip(1), x.flip(2), x[:, [1, 0, *range(2, x.shape[1])]]):
         with pytest.raises(ValueError, match="state is of another prompt 0"):
             looped.solve(model, other, n_loops=9, state=looped.solve(model, x, n_loops=5).state)
+
+
+def test_a_state_knows_its_prompts_to_the_last_bit():
+    model, x = icl_model(std=0.15), prompts(3)
+    state = looped.solve(model, x, n_loops=5).state
+    assert state.prompt_sums.dtype == torch.int64
+    others = {
+        "one bit": lambda y: y[1, 4, 2].copy_(torch.nextafter(y[1, 4, 2], torch.tensor(math.inf, dtype=y.dtype))),
+        "two signs": lambda y: y[1, 4].mul_(-1),
+        "a large number's small neighbour": lambda y: y[1, 8, 0].add_(1e-9),
+        "two numbers change places": lambda y: y[1, 3].copy_(y[1, 3].flip(0)),
+    }
+    for change in others.values():
+        other = x.clone()
+        change(other)
+        with pytest.raises(ValueError, match="state is of another prompt 1; resume with the same ones"):
+            looped.solve(model, other, n_loops=9, state=state)
+    with pytest.raises(ValueError, match="state is of another prompt 1"):
+        looped.solve(model, x, lengths=[9, 8, 9], n_loops=9, state=state)
+    large = x.clone()
+    large[1, 0] = 1e12
+    state = looped.solve(model, large, n_loops=5).state
+    large[1, 8, 0] += 1
+    with pytest.raises(ValueError, match="state is of another prompt 1"):
+        looped.solve(model, large, n_loops=9, state=state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_the_sums_of_prompts_are_the_same_on_every_device_and_in_every_batch(dtype):
+    """Whole numbers: NumPy on a CPU, PyTorch elsewhere, and any batch add them up to the same."""
+    if dtype == torch.int64:
+        config = looped.gpt2_config(vocab_size=50, n_positions=9, d_model=8, n_heads=2, n_layers=1)
+        model, x = looped.LoopedTransformer(config), torch.randint(50, (4, 9))
+    else:
+        model, x = icl_model(dtype=dtype), prompts(4, dtype=dtype)
+    lengths = [9, 3, 0, 7]
+    batch = PromptBatch.of(model, x, lengths, None)
+    sums = batch.sums()
+    assert torch.equal(sums, sums_of_words(batch.words(), batch.lengths))
+    assert len(sums.unique()) == 4
+    for i, length in enumerate(lengths):
+        assert torch.equal(PromptBatch.of(model, x[i : i + 1, :length], None, None).sums(), sums[i : i + 1])
+
+
+def test_what_is_no_length_loop_count_or_tolerance_is_refused():
+    model, x = icl_model(std=0.15), prompts(2)
+    for lengths in ([True, False], [True, 2], torch.tensor([True, False]), np.array([True, False]), [2.0, 3.0], [2], 2):
+        with pytest.raises(ValueError, match=r"solve: lengths must be integers \[2\], one for each prompt, got"):
+            looped.solve(model, x, lengths=lengths)
+    with pytest.raises(TypeError, match="n_loops must be an integer, got True"):
+        looped.solve(model, x, n_loops=True)
+    for tol in (True, np.True_, "1e-3", None, -1, math.nan):
+        with pytest.raises(ValueError, match=r"Contraction: tol=.* must be a number of at least 0"):
+            Contraction(tol=tol)
+    for count in (True, np.True_, 2.0, "2", None, -1):
+        with pytest.raises(ValueError, match=r"Contraction: min_loops=.* must be an integer of at least 0"):
+            Contraction(min_loops=count)
+
+
+def test_numbers_of_numpy_are_numbers():
+    model, x = icl_model(std=0.15), prompts(2)
+    rule = Readout(tol=np.float32(1e-3), min_loops=np.int64(3), check_every=np.int32(1), patience=np.uint8(2))
+    same = Readout(tol=float(np.float32(1e-3)), min_loops=3, check_every=1, patience=2)
+    assert rule == same
+    assert {type(value) for value in vars(rule).values()} == {float, int, str}
+    result = looped.solve(model, x, exit=rule, n_loops=np.int64(40), lengths=np.array([9, 4]))
+    expected = looped.solve(model, x, exit=same, n_loops=40, lengths=[9, 4])
+    assert torch.equal(result.y, expected.y)
+
+
+def test_a_given_state_has_a_row_for_every_token_and_no_more():
+    model = icl_model(std=0.15, state_init="given")
+    x, y0 = prompts(2, T=5), prompts(2, T=30, d=16)
+    with pytest.raises(ValueError, match=r"state must be \[2, 5, 16\], got \[2, 30, 16\]"):
+        looped.solve(model, x, state=y0)
+    with pytest.raises(ValueError, match=r"state must be \[2, 5, 16\], got \[2, 4, 16\]"):
+        looped.solve(model, x, state=y0[:, :4])
+    want = looped.solve(model, x, state=y0[:, :5], lengths=[3, 4])
+    assert torch.equal(looped.solve(model, x, state=y0[:, :4], lengths=[3, 4]).y, want.y)  # none for padding
+    assert looped.solve(model, [], state=[]).y == []
+    nothing = looped.solve(model, prompts(0, T=3), state=prompts(0, T=3, d=16))
+    assert nothing.y.shape == (0, 3, 16)
+
+
+def test_numbers_that_are_views_with_a_negative_sign_are_read_as_they_are(backend):
+    conjugate = torch.complex(prompts(2), prompts(2, seed=2)).conj()
+    x = conjugate.imag
+    assert x.is_neg()
+    model = icl_model(std=0.15)
+    assert torch.equal(looped.solve(model, x).y, looped.solve(model, x.clone()).y)
+    with torch.no_grad():
+        assert torch.equal(model(x), model(x.clone()))
+        model.core[0].mlp.fc.weight = torch.nn.Parameter(
+            torch.complex(*model.core[0].mlp.fc.weight.repeat(2, 1, 1)).conj().imag
+        )
+        assert model.core[0].mlp.fc.weight.is_neg()
+        got = looped.solve(model, x).y
+        model.core[0].mlp.fc.weight = torch.nn.Parameter(model.core[0].mlp.fc.weight.clone())
+        torch.testing.assert_close(got, looped.solve(model, x).y)
 
 
 # Prefix freezing ------------------------------------------------------------------------------------------------------

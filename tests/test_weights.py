@@ -8,7 +8,8 @@ import torch
 from models import icl_model
 
 import looped
-from looped.backends import cpu
+from looped import conversion
+from looped.backends import cpu, triton
 from looped.weights import checksum, weights_of
 
 needs_engine = pytest.mark.skipif(not cpu.is_there(), reason="the C++ engine is not built")
@@ -141,7 +142,7 @@ def test_models_that_share_their_first_weight_are_packed_once_each(made):
 
 @needs_engine
 def test_a_model_in_another_dtype_is_packed_once(made):
-    n_before, n_copies = len(cpu._packed), len(cpu._converted)
+    n_before, n_copies = len(cpu._packed), len(conversion._converted)
     model, x = icl_model(std=0.1, dtype=torch.float32), prompts()
     want = looped.solve(copy.deepcopy(model).double(), x, backend="cpu").y
     made.clear()
@@ -154,10 +155,42 @@ def test_a_model_in_another_dtype_is_packed_once(made):
         got = looped.solve(model, x, dtype=torch.float64, backend="cpu").y
         torch.testing.assert_close(got, looped.solve(model, x, dtype=torch.float64, backend="eager").y)
         assert len(made) == 3 + n
-        assert len(cpu._packed[model.read_in.weight]) == 2
+        assert len(conversion._converted[model.read_in.weight]) == 1
     del model
     assert len(cpu._packed) <= n_before
-    assert len(cpu._converted) <= n_copies
+    assert len(conversion._converted) <= n_copies
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("cpu", marks=needs_engine)])
+@pytest.mark.parametrize("name", CHANGES)
+def test_converted_weights_follow_every_change(name, backend):
+    model, x = icl_model(std=0.1), prompts()
+    options = dict(dtype=torch.float32, backend=backend)
+    before = looped.solve(model, x, **options).y
+    assert torch.equal(looped.solve(model, x, **options).y, before)
+    CHANGES[name](model)
+    after = looped.solve(model, x, **options).y
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, looped.solve(copy.deepcopy(model).float(), x, backend="eager").y)
+
+
+def test_converted_weights_are_the_same_tensors_and_the_rest_is_new(monkeypatch):
+    model = icl_model(std=0.1, n_core=2)
+    model.core[1].attn = model.core[0].attn  # one weight in two places
+    first, second = (conversion.in_dtype(model, torch.float32) for _ in range(2))
+    other = conversion.in_dtype(model, torch.bfloat16)
+    for copied in (first, second):
+        assert copied.core[1].attn.qkv.weight is copied.core[0].attn.qkv.weight
+        assert {weight.dtype for weight in weights_of(copied).values()} == {torch.float32}
+    assert all(a is b for a, b in zip(weights_of(first).values(), weights_of(second).values(), strict=True))
+    assert triton.marks_of(weights_of(first)) == triton.marks_of(weights_of(second))
+    assert {weight.dtype for weight in weights_of(other).values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in weights_of(model).values()} == {torch.float64}
+    model.core[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert conversion.in_dtype(model, torch.float32).why_not_as_configured() == "a module has hooks"
+    assert first.why_not_as_configured() is None
+    looped.repack(model)
+    assert conversion.in_dtype(model, torch.float32).read_in.weight is not first.read_in.weight
 
 
 @needs_engine

@@ -117,6 +117,8 @@ auto PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) -> Turn {
     std::fill_n(g_.begin(), first_, 0.0);  // a frozen token does not move
     std::fill_n(n_.begin(), first_, 0.0);
     forward_.pass(state_, batch.signal_rows(i), image_, first_, [&](block::Share share) noexcept { measure(share); });
+    // Read before anything is counted: a read-out, like the pass, may have been stopped inside.
+    if (reads_at(counters.t + 1)) forward_.read(image_, prediction_);
     if (stop_.look()) return Turn::abandoned;
     counters.t += 1;
     double moving_g, g, n;  // of what moves; of all own tokens
@@ -136,7 +138,6 @@ auto PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) -> Turn {
     }
     counters.residual = g == 0 ? 0.0 : g / n;
 
-    has_prediction_ = false;
     double s = g;
     if (!spec_.is_plain()) {
         if (next_state(batch, i, counters, g)) watch.forget_rate();
@@ -165,7 +166,6 @@ auto PromptLoop<T>::once(const BatchMemory<T>& batch, size_t i) -> Turn {
     counters.done = is_nonfinite || is_at_rest || ends_by_stall;
 
     if (spec_.return_predictions) {
-        if (!has_prediction_) forward_.read(image_, prediction_);
         const size_t size = batch.prediction_size(), own = model_.shape.n_read(n_tokens) * model_.shape.read_width();
         const size_t n_kept = size_t(spec_.n_loops - batch.first_loop);
         const size_t place = i * n_kept + size_t(counters.t - 1 - batch.first_loop);
@@ -252,13 +252,11 @@ bool PromptLoop<T>::pass_tokens(const BatchMemory<T>& batch, size_t i, Watch& wa
     return grows && longest == n_tokens;
 }
 
-// Reads the predictions of F, compares them with those of the check before, and keeps them.
+// Compares the predictions of F with those of the check before, and keeps them.
 template <class T>
 void PromptLoop<T>::compare_predictions(const BatchMemory<T>& batch, size_t i, bool has_prediction) {
     const ReadoutMemory memory = batch.readout(i);
     const size_t width = model_.shape.read_width(), n_read = model_.shape.n_read(state_.n_rows);
-    forward_.read(image_, prediction_);
-    has_prediction_ = true;
     double change = 0, size = 0;
     for (size_t r = 0; r < n_read; ++r) {
         double change_here = 0, size_here = 0;

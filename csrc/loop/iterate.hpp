@@ -25,6 +25,10 @@ private:
     void start(const BatchMemory<T>& batch, size_t i);
     void save(const BatchMemory<T>& batch, size_t i, Rows<const T> image, Rows<const T> next);
     Turn once(const BatchMemory<T>& batch, size_t i);  // one loop; an abandoned one leaves no trace
+    // Whether loop t needs the predictions of its F.
+    bool reads_at(std::int64_t t) const {
+        return spec_.return_predictions || (spec_.rule == Rule::readout && t % spec_.check_every == 0);
+    }
 
     void measure(block::Share share) noexcept;
     double norm_of(Rows<const T> a, Rows<const T> b);
@@ -46,8 +50,7 @@ private:
 
     std::vector<double> g_, n_;  // a token each: squares at first, then norms
     std::vector<double> scratch_;
-    std::vector<T> prediction_;
-    bool has_prediction_ = false;  // of this loop's F
+    std::vector<T> prediction_;     // of this loop's F, where the loop needs it
     double change_ = 0, size_ = 0;  // of the whole prediction since the check before
     std::vector<char> is_still_;    // a token each, where a prediction is read
 };

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 from typing import Any
 
 import torch
 
 from looped.backends import cpu, graph, triton
+from looped.backends.cpu import n_cores as n_cores
 from looped.pretrained import bundled_models
 
 PACKAGES = (
@@ -43,11 +43,6 @@ def environment() -> dict[str, dict[str, Any]]:
         "auto, on a GPU": "triton, else graph, else eager; result.reason",
     }
     return {"versions": versions, "devices": devices, "backends": backends, "models": bundled_models()}
-
-
-def n_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

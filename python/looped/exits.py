@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -85,10 +87,15 @@ class ExitRule:
             raise ValueError(f"{type(self).__name__}: scope={self.scope!r} is not one of prompt, prefix, token")
 
     def _check_counter(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        value: Any = getattr(self, name)
+        try:
+            count = -1 if isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            count = -1
+        if count < least:
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
-        if value > MOST_LOOPS:
+        object.__setattr__(self, name, count)  # it may have been NumPy's
+        if count > MOST_LOOPS:
             raise ValueError(f"{type(self).__name__}: {name}={value} is more than a loop counter holds; give at most 2^62 - 1")
 
     @property
@@ -142,10 +149,12 @@ class ToleranceRule(ExitRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (isinstance(self.tol, (int, float)) and self.tol >= 0):
+        value: Any = self.tol
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not (is_number and value >= 0):
             raise ValueError(f"{type(self).__name__}: tol={self.tol!r} must be a number of at least 0")
         try:
-            object.__setattr__(self, "tol", float(self.tol))  # an integer of any size: PyTorch takes those of 64 bits alone
+            object.__setattr__(self, "tol", float(self.tol))  # PyTorch takes integers of 64 bits alone
         except OverflowError:
             raise ValueError(f"{type(self).__name__}: tol is more than a float holds; use math.inf") from None
 

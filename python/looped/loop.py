@@ -9,9 +9,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from looped.accelerate import Anderson
+from looped.accelerate import Anderson, make_acceleration
 from looped.config import LoopedConfig
-from looped.exits import Exact, ExitRule, Memory
+from looped.exits import Exact, ExitRule, Memory, make_exit
+from looped.model import loop_count
 
 
 class Status(IntEnum):
@@ -52,6 +53,25 @@ class LoopSpec:
                 'later ones; drop accelerate and on_stall="damp", or use scope="prompt"'
             )
 
+    @classmethod
+    def of(
+        cls,
+        config: LoopedConfig,
+        n_loops: int,
+        exit: ExitRule | str | None,
+        on_stall: str,
+        accelerate: Anderson | str | None,
+        return_predictions: bool,
+    ) -> LoopSpec:
+        """How to loop a model of this configuration; the parameters are those of `solve`.
+
+        Raises ValueError or TypeError for what does not go together.
+        """
+        rule = make_exit(exit)
+        if rule.scope == "prefix" and config.mask_kind != "causal":
+            raise ValueError('solve: scope="prefix" needs a causal mask; use scope="prompt" with this model')
+        return cls(loop_count(n_loops), rule, on_stall, make_acceleration(accelerate), return_predictions)
+
     @property
     def stopping(self) -> tuple[object, ...]:
         """What decides when a prompt stops; a state resumes its counters only under the same."""
@@ -75,7 +95,7 @@ class LoopState:
     y: Tensor
     memory: Memory
     stopping: tuple[object, ...]
-    prompt_sums: Tensor | None = None  # float64 [B], tells other prompts from the same ones
+    prompt_sums: Tensor | None = None  # int64 [B], `PromptBatch.sums`, tells other prompts from the same ones
     weights_sum: int | None = None  # `looped.weights.checksum`, tells other weights from the same ones
 
     def select(self, prompts: Sequence[int] | Tensor) -> LoopState:
@@ -121,7 +141,7 @@ class LoopResult:
         that a prompt had behind it are NaN.
     n_loops_by_token: int64 [B, T], the loop at which a token was frozen (scope="prefix"), else None.
     state: resumes, see `LoopState`. It shares its memory with y.
-    backend, reason: what ran it, and why that one.
+    backend, reason: what ran it, and why that one. Of a GPU's batch of short and long prompts: "triton and graph".
     interrupted: whether Ctrl-C stopped the call. Prompts that had not finished then have Status.INTERRUPTED, the state of their
         last complete loop, and NaN for what has not been read.
     """

@@ -12,9 +12,9 @@ y [B, T, C] is the final state F; n_loops int64 [B], status int64 [B] (`looped.S
 n_loops entries. The bits are those of `looped.solve`, but that under the rule `fixed` prompts whose state leaves the finite
 numbers run all loops, as plain PyTorch runs them. Inference only: there is no gradient.
 
-On a CPU this is the C++ engine, on a GPU the fused Triton kernels, or ordinary kernels in a CUDA graph where these cannot run
-the model, or else the eager backend. On a GPU a prompt whose state leaves the finite numbers keeps the state of that loop
-under every rule: to look for such prompts, the host would have to wait for the device. A device joins with
+On a CPU this is the C++ engine. On a GPU it is the fused Triton kernels, or ordinary kernels in a CUDA graph where these cannot
+run the model or a prompt, or else the eager backend; there a prompt whose state leaves the finite numbers keeps the state of
+that loop under every rule: to look for such prompts, the host would have to wait for the device. A device joins with
 `loop.register_kernel` and an entry in `looped.model.FUSED`.
 """
 
@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from looped.accelerate import Anderson, make_acceleration
+from looped.accelerate import Anderson
 from looped.backends import cpu, device, eager, graph, triton
 from looped.config import LoopedConfig
 from looped.exits import RULES, ExitRule, make_exit
 from looped.loop import LoopResult, LoopSpec, Status
-from looped.model import FUSED, LoopedTransformer, loop_count
+from looped.model import FUSED, LoopedTransformer
+from looped.parts import Part, Run, by_length, run_parts
+from looped.prompt_batch import checked_lengths
 from looped.weights import weights_of
 
 SCHEMA = (
@@ -64,7 +66,7 @@ def encode(
     rule = make_exit(exit)
     if type(rule) not in RULES.values():
         raise ValueError(f"encode: {type(rule).__name__} is a rule of your own; a graph holds those of looped.exits alone")
-    spec = _spec(config, n_loops, rule, on_stall, make_acceleration(accelerate), return_predictions)
+    spec = LoopSpec.of(config, n_loops, rule, on_stall, accelerate, return_predictions)
     values = {
         "n_loops": spec.n_loops,
         "return_predictions": bool(return_predictions),
@@ -74,14 +76,6 @@ def encode(
         "config": config.to_dict(),
     }
     return json.dumps(values)
-
-
-def _spec(
-    config: LoopedConfig, n_loops: int, rule: ExitRule, on_stall: str, accelerate: Anderson | None, return_predictions: bool
-) -> LoopSpec:
-    if rule.scope == "prefix" and config.mask_kind != "causal":
-        raise ValueError('looped::loop: scope="prefix" needs a causal mask; use scope="prompt" with this model')
-    return LoopSpec(loop_count(n_loops), rule, on_stall, accelerate, return_predictions)
 
 
 @functools.lru_cache(maxsize=64)
@@ -95,7 +89,7 @@ def decode(spec: str) -> tuple[LoopedTransformer, LoopSpec]:
         rule = dict(values.get("exit", {"rule": "fixed"}))
         depth = values.get("anderson", 0)
         model = empty_model(json.dumps(values["config"]))
-        how = _spec(
+        how = LoopSpec.of(
             model.config,
             values["n_loops"],
             make_exit(rule.pop("rule"), **rule),
@@ -131,9 +125,11 @@ def run_on(
     model: LoopedTransformer, x: Tensor, lengths: Tensor | None, how: LoopSpec, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """All loops in plain PyTorch, whatever the numbers: the last state, and what is read."""
-    states = list(model.iterate(x, how.n_loops, lengths=lengths, state=state))
-    read = [model.read(Y, lengths) for Y in (states if how.return_predictions else states[-1:])]
-    return states[-1], torch.stack(read, dim=1) if how.return_predictions else read[0]
+    read: list[Tensor] = []
+    for Y in model.iterate(x, how.n_loops, lengths=lengths, state=state):
+        if how.return_predictions:
+            read.append(model.read(Y, lengths))
+    return Y, torch.stack(read, dim=1) if how.return_predictions else model.read(Y, lengths)
 
 
 @torch.library.custom_op("looped::loop", mutates_args=(), device_types="cpu", schema=SCHEMA, **TAGS)
@@ -154,18 +150,30 @@ def loop(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor
 
 @loop.register_kernel("cuda")
 def loop_on_gpu(x: Tensor, lengths: Tensor | None, weights: list[Tensor], state: Tensor | None, spec: str) -> Outputs:
-    """The fused kernels where they run this model, else a CUDA graph of ordinary ones, else the eager backend."""
+    """The fused kernels for prompts that they run, else a CUDA graph of ordinary ones, else the eager backend."""
     model, how, named, x, lengths = _arguments(x, lengths, weights, spec)
-    if x.shape[1] and not (triton.cannot_run(model.config, named, how) or triton.too_long(x.shape[1])):
-        result = triton.run(model, x, lengths, how, state, weights=named)
+    own_lengths = [x.shape[1]] * len(x) if lengths is None else lengths.tolist()
+    parts = []
+    if not x.shape[1] or triton.cannot_run(model.config, named, how):
+        parts.append(Part(range(len(x)), _without_kernels(model, how, weights, named, x.shape[1])))
     else:
-        full = with_weights(model, weights)
-        if x.shape[1] and graph.why_not(full, how) is None:
-            result = graph.run(full, x, lengths, how, state, weights=named)
-        else:
-            result = eager.run(full, x, lengths, how, state)
+        short, long = by_length(own_lengths, lambda length: triton.too_long(length) is None)
+        if short or not long:
+            parts.append(Part(short, functools.partial(triton.run, model, spec=how, weights=named)))
+        if long:
+            parts.append(Part(long, _without_kernels(model, how, weights, named, x.shape[1])))
+    result = run_parts(model.config, parts, x, lengths, own_lengths, state, None)
     y, n_loops, status, residual, read = _outputs(result, how)
     return y, n_loops, status, residual, read.clone() if read is y else read
+
+
+def _without_kernels(
+    model: LoopedTransformer, how: LoopSpec, weights: list[Tensor], named: dict[str, Tensor], n_tokens: int
+) -> Run:
+    full = with_weights(model, weights)
+    if n_tokens and graph.why_not(full, how) is None:
+        return functools.partial(graph.run, full, spec=how, weights=named)
+    return functools.partial(eager.run, full, spec=how)
 
 
 def _arguments(
@@ -176,7 +184,9 @@ def _arguments(
     if len(weights) != len(names):
         raise ValueError(f"looped::loop: spec describes a model of {len(names)} weights, got {len(weights)}")
     x = x.long() if model.config.input_kind == "tokens" else x
-    return model, how, dict(zip(names, weights, strict=True)), x, _checked(lengths, x)
+    if lengths is not None:
+        lengths = checked_lengths(lengths, len(x), x.shape[1], "looped::loop")
+    return model, how, dict(zip(names, weights, strict=True)), x, lengths
 
 
 def _outputs(result: LoopResult, how: LoopSpec) -> Outputs:
@@ -186,20 +196,6 @@ def _outputs(result: LoopResult, how: LoopSpec) -> Outputs:
     assert isinstance(y, Tensor)
     assert isinstance(read, Tensor)
     return y, result.n_loops, result.status, result.residual, read
-
-
-def _checked(lengths: Tensor | None, x: Tensor) -> Tensor | None:
-    """int64 [B]. Raises ValueError for what is not a length of a prompt."""
-    if lengths is None:
-        return None
-    if lengths.shape != x.shape[:1] or lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
-        raise ValueError(
-            f"looped::loop: lengths must be integers [{len(x)}], one for each prompt, got {lengths.dtype} {list(lengths.shape)}"
-        )
-    lengths = lengths.long()
-    for i in ((lengths < 0) | (lengths > x.shape[1])).nonzero().flatten().tolist():
-        raise ValueError(f"looped::loop: prompt {i} has length {int(lengths[i])}, which must lie in 0 .. {x.shape[1]}")
-    return lengths
 
 
 def _no_gradient(context: Any, *gradients: Tensor | None) -> None:

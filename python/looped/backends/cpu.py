@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ DTYPES = (torch.float32, torch.float64)
 KEPT = 4  # packed copies under one first weight
 
 _packed: Any = WeakTensorKeyDictionary()  # the first weight: {slot: (key, the engine, checksum)}; goes with that weight
-_converted: Any = WeakTensorKeyDictionary()  # the first weight of a copy: that of its model, and where the model's weights are
 _lock = threading.Lock()
 
 
@@ -80,7 +79,7 @@ def run(
     try:
         engine, weights_sum = packed(model.config, weights)
         check_weights(state, weights_sum)
-        P = torch.from_numpy(engine.embed(prompts.detach().contiguous().numpy(), own, n_threads=n_threads))
+        P = torch.from_numpy(engine.embed(_array(prompts), own, n_threads=n_threads))
     except KeyboardInterrupt:
         read = torch.no_grad()(model.read) if engine is None else functools.partial(_read, engine)
         return not_begun(model.config, prompts, lengths, next(iter(weights.values())).dtype, spec, state, "cpu", read)
@@ -89,8 +88,8 @@ def run(
         Y, memory = state.y, _memory_of(state, spec)
     else:
         Y = clear_padding(first_state(model, P, state), own_tokens(P.shape[1], lengths))
-    values, first = spec_values(spec, P.dtype), Y.detach().contiguous().numpy()
-    out = engine.run(P.numpy(), first, own, values, memory, n_threads=n_threads, progress=on_progress)
+    values = spec_values(spec, P.dtype)
+    out = engine.run(P.numpy(), _array(Y), own, values, memory, n_threads=n_threads, progress=on_progress)
     arrays = {name: torch.from_numpy(array) for name, array in out["memory"].items()}
     y, status = torch.from_numpy(out["y"]), arrays["status"]
     if out["interrupted"]:
@@ -108,6 +107,12 @@ def run(
         reason="",
         interrupted=out["interrupted"],
     )
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """A tensor's numbers as the engine takes them, copied only where they do not lie so."""
+    array: np.ndarray = tensor.detach().resolve_neg().contiguous().numpy()
+    return array
 
 
 def _read(engine: Any, y: Tensor, lengths: Tensor | None) -> Tensor:
@@ -158,29 +163,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def stands_for(copy: LoopedTransformer, model: LoopedTransformer) -> None:
-    """Let the packed weights of this copy, in another dtype, be kept for as long as the model lives."""
-    weights = list(weights_of(model).values())
-    _converted[next(iter(weights_of(copy).values()))] = (weights[0], tuple(weight.data_ptr() for weight in weights))
+def fingerprint(weights: Iterable[Tensor]) -> int:
+    """A number that tells whether any byte of weights on the CPU has changed, by whatever way; of this process alone."""
+    tensors = [
+        weight if weight.is_contiguous() and not weight.is_neg() else weight.detach().resolve_neg().contiguous()
+        for weight in weights
+    ]
+    if _engine is None:
+        return checksum(tensors)
+    bits: int = _engine.fingerprint([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+    return bits
 
 
 def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, int]:
     """The engine of these weights and their checksum. Packed once, and again when any weight has changed in any way: the
     fingerprint sees what versions do not, such as edits through `.data`.
 
-    A changed model takes the place of its old self; some others that share the first weight, or dtypes, are kept beside it.
+    A changed model takes the place of its old self; some others that share the first weight are kept beside it.
     """
     first = next(iter(weights.values()))
-    tensors = [weight if weight.is_contiguous() else weight.contiguous() for weight in weights.values()]
-    bits = _engine.fingerprint([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
-    key = (config, tuple(weights), tuple((tensor.dtype, tensor.shape) for tensor in tensors), bits)
+    shapes = tuple((weight.dtype, weight.shape) for weight in weights.values())
+    key = (config, tuple(weights), shapes, fingerprint(weights.values()))
+    slot = (config, first.dtype, tuple(weight.data_ptr() for weight in weights.values()))
     with _lock:
-        owner, places = _converted.get(first) or (first, tuple(weight.data_ptr() for weight in weights.values()))
-        slot = (config, first.dtype, places)
-        kept = _packed.setdefault(owner, {})
+        kept = _packed.setdefault(first, {})
         known = next((entry for entry in kept.values() if entry[0] == key), None)
         if known is None:
-            arrays = {name: np.require(weight.detach().numpy(), requirements=["C", "A"]) for name, weight in weights.items()}
+            arrays = {name: np.require(_array(weight), requirements=["C", "A"]) for name, weight in weights.items()}
             known = (key, _engine.Engine(config.to_dict(), arrays), checksum(weights.values()))
             kept.pop(slot, None)
             kept[slot] = known
@@ -191,5 +200,9 @@ def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, in
 
 def thread_count() -> int:
     """torch's setting, and no more than the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(torch.get_num_threads(), cores))
+    return max(1, min(torch.get_num_threads(), n_cores()))
+
+
+def n_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
