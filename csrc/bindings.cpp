@@ -13,6 +13,7 @@
 
 #include "batch/run.hpp"
 #include "bindings/arrays.hpp"
+#include "bindings/bandwidth.hpp"
 #include "bindings/decode.hpp"
 #include "bindings/kernels.hpp"
 #include "bindings/packing.hpp"
@@ -519,6 +520,7 @@ PYBIND11_MODULE(_engine, module) {
         .def("run", &Engine::run, py::arg("signal"), py::arg("state"), py::arg("lengths"), py::arg("spec"),
              py::arg("memory") = py::none(), py::arg("n_threads") = 1, py::arg("progress") = py::none());
     add_decode(module);
+    add_bandwidth(module);
     add_packing(module);
     add_kernels(module.def_submodule("kernels", "The kernels of this processor one by one, for tests and benchmarks."));
 }
