@@ -449,7 +449,7 @@ def test_what_is_refused_changes_nothing():
         (ValueError, "lengths are of 1 rows, but the session has 2", lambda: session.extend(embeds, [2], **common)),
         (ValueError, "lengths must sum to the 2 rows", lambda: session.extend(embeds, [2, 1], **common)),
         (ValueError, "row 1 has length -1", lambda: session.extend(embeds, [3, -1], **common)),
-        (ValueError, "must be C-contiguous float64", lambda: session.extend(embeds.float(), [1, 1], **common)),
+        (ValueError, r"but the weights are torch.float64", lambda: session.extend(embeds.float(), [1, 1], **common)),
         (ValueError, r"got float64 \[2, 40\]", lambda: session.extend(embeds[:, :40], [1, 1], **common)),
         (ValueError, "records no gradient", lambda: session.extend(embeds.requires_grad_(), [1, 1], **common)),
         (ValueError, "n_loops and tol must be at least 0", lambda: decoder(rows, -1)),

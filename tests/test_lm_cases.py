@@ -206,7 +206,7 @@ def test_integers_of_other_widths_are_taken(backend):
 
 def test_arguments_of_another_kind_are_named():
     model = looped_lm()
-    with pytest.raises(ValueError, match=r"torch.bfloat16 on cpu; they must be \[N, 32\], torch.float32"):
+    with pytest.raises(ValueError, match=r"embeds are torch.bfloat16 but the weights are torch.float32"):
         model(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.bfloat16), backend="cpu")
     with pytest.raises(TypeError, match=r"must be a torch.nn.Embedding, got Linear"):
         model.set_input_embeddings(torch.nn.Linear(3, 4))

@@ -63,8 +63,9 @@ def torch_on_one_thread() -> Iterator[None]:
     shared, depth, is_inside = _one_thread, getattr(_nesting, "depth", 0), False
     try:
         with _one_thread_lock:
+            n_threads = torch.get_num_threads()  # sets a new thread to the process's number, which must not come after the 1
             if shared.n_inside == 0:
-                shared.of_torch, shared.of_sessions = torch.get_num_threads(), cpu.thread_count()
+                shared.of_torch, shared.of_sessions = n_threads, cpu.thread_count()
             shared.n_inside += 1
             is_inside = True
         _nesting.depth = depth + 1
@@ -136,7 +137,8 @@ class CpuSession:
         """
         if torch.is_grad_enabled() and embeds.requires_grad:
             raise ValueError('backend="cpu" records no gradient; decode under torch.no_grad(), or use backend="eager"')
-        self._check_embeds(embeds)
+        if embeds.dtype != (dtype := first_weight(self.model).dtype):
+            raise ValueError(f'backend="cpu": embeds are {embeds.dtype} but the weights are {dtype}; convert one of them')
         starts = self.lengths
         if self._session is None or not any(starts):
             self._begin(len(starts))
@@ -191,14 +193,6 @@ class CpuSession:
             if self.gate.bias is not None:
                 gate["gate_bias"] = self.gate.bias.detach().numpy()
         self._session = engine.session(self.policy.kind, self.policy.period, n_rows=n_rows, **gate)
-
-    def _check_embeds(self, embeds: Tensor) -> None:
-        width, dtype = self.model.config.d_model, first_weight(self.model).dtype
-        if embeds.dim() != 2 or embeds.shape[1] != width or embeds.dtype != dtype or embeds.device.type != "cpu":
-            raise ValueError(
-                f'backend="cpu": embeds are {list(embeds.shape)}, {embeds.dtype} on {embeds.device}; '
-                f"they must be [N, {width}], {dtype} like the weights, on the CPU"
-            )
 
 
 def rule_values(rule: ExitRule, n_loops: int, dtype: torch.dtype) -> dict[str, Any]:

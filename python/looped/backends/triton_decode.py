@@ -151,6 +151,13 @@ class TritonSession:
         self.model, self.policy = model, policy
         self.reset()
 
+    def reset(self) -> None:
+        """Forget all rows."""
+        self._lengths: list[int] = []
+        self._cache: Any = None
+        self._cold: set[int] = set()  # rows that were cropped and have had no token since: they begin like new ones
+        self._keys = CachedKeys(self.model.config.n_coda > 0)
+
     @property
     def lengths(self) -> list[int]:
         """Tokens kept of each row; empty before the first `extend`, which fixes the number of rows."""
@@ -285,13 +292,6 @@ class TritonSession:
             self._cache = dataclasses.replace(self._cache, **kept)
         self._lengths = [self._lengths[row] for row in chosen]
         self._cold = {i for i, row in enumerate(chosen) if row in self._cold}
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self._lengths: list[int] = []
-        self._cache: Any = None
-        self._cold: set[int] = set()  # rows that were cropped and have had no token since: they begin like new ones
-        self._keys = CachedKeys(self.model.config.n_coda > 0)
 
     def copy(self) -> TritonSession:
         """A session of the same model that goes on independently from here."""
