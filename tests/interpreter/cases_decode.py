@@ -313,7 +313,7 @@ def test_after_a_crop_a_row_starts_cold_until_it_has_a_token_of_its_own(rows):
 
 def test_making_room_loses_nothing_where_it_fails(rows, monkeypatch):
     """Memory may end while cached tokens are copied to a larger place; and slots of earlier loops are kept where fewer run."""
-    _, model = pair(std=0.12, n_heads=1)
+    _, model = pair(std=0.12, n_heads=1, n_positions=96)
     ids, empty_cache = texts(90), decode_launch.empty_cache
     session, undisturbed = TritonSession(model, Policy()), TritonSession(model, Policy())
     for each in (session, undisturbed):
