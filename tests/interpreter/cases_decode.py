@@ -322,7 +322,7 @@ def test_making_room_loses_nothing_where_it_fails(rows, monkeypatch):
 
     def fails(*args):
         made.append(empty_cache(*args))
-        made[-1].rest = made[-1].rest[:, :1]  # the last to be copied
+        made[-1].values = made[-1].values[:, :, :, :1]  # so that nothing can be copied there
         return made[-1]
 
     with monkeypatch.context() as patch:
