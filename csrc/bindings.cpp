@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "bindings/arrays.hpp"
+#include "bindings/bandwidth.hpp"
 #include "bindings/decode.hpp"
 #include "bindings/engine.hpp"
 #include "bindings/fma_peak.hpp"
@@ -36,6 +37,7 @@ PYBIND11_MODULE(_engine, module) {
     module.def("fingerprint", &fingerprint, py::arg("pieces"), "A number that tells whether the memory of any piece has changed.");
     add_engine(module);
     add_decode(module);
+    add_bandwidth(module);
     add_fma_peak(module);
     add_packing(module);
     add_kernels(module.def_submodule("kernels", "The kernels of this processor one by one, for tests and benchmarks."));

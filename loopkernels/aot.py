@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -224,7 +223,7 @@ def examine(launch: Launch, target: str, kernel: str = "tile", head: int | None 
     began = time.time()
     compiled = compile_row(launch, target, kernel, head, **changes)
     report.seconds = time.time() - began
-    _read(compiled, report)
+    read(compiled, report)
     report.faults = tuple(faults_of(launch, report))
     if kernel == "tile" and launch.resident:
         report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
@@ -245,7 +244,7 @@ def examine_small(name: str, target: str) -> Report:
     began = time.time()
     compiled = triton.compile(source, target=TARGETS[target], options=dict(num_warps=4))
     report.seconds = time.time() - began
-    _read(compiled, report)
+    read(compiled, report)
     report.faults = tuple(f"the compiler's account has no {what}" for what in report.unread)
     if report.spilled:
         report.faults += (f"{report.spilled} bytes spilled, the budget is 0",)
@@ -254,7 +253,8 @@ def examine_small(name: str, target: str) -> Report:
     return report
 
 
-def _read(compiled: Any, report: Report) -> None:
+def read(compiled: Any, report: Report) -> None:
+    """The figures of a compiled kernel, into the report, which names its target."""
     report.shared = compiled.metadata.shared
     report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
     if report.target.startswith("sm_"):
@@ -264,7 +264,8 @@ def _read(compiled: Any, report: Report) -> None:
         _read_amdgcn(compiled.asm["amdgcn"], report)
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
+    """The path of a program of NVIDIA's that Triton brings."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
@@ -280,8 +281,8 @@ def _read_cubin(cubin: bytes, report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        usage = subprocess.run([_tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
-        code = subprocess.run([_tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
+        usage = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True).stdout
+        code = subprocess.run([tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
     report.registers = max(_numbers(r"REG:(\d+)", usage, "registers", report))
     report.matrix_instructions = len(re.findall(rf"\b{MATRIX_INSTRUCTION[report.target]}", code))
     report.waits = len(re.findall(r"WARPGROUP\.DEPBAR", code))
@@ -309,7 +310,7 @@ def _read_advice(ptx: str, target: str, report: Report) -> None:
 def residency_faults(ttgir: str) -> list[str]:
     """What speaks against weights that are laid into shared memory before the loop and stay there."""
     lines = ttgir.splitlines()
-    start, end = max(_loops(lines), key=lambda span: span[1] - span[0], default=(0, 0))
+    start, end = max(loops_of(lines), key=lambda span: span[1] - span[0], default=(0, 0))
     faults = []
     if sum("ttg.local_alloc" in line and "= ttg.local_alloc %" in line for line in lines[:start]) < 6:
         faults.append("the weights are not in shared memory before the loop")
@@ -319,7 +320,7 @@ def residency_faults(ttgir: str) -> list[str]:
     return faults
 
 
-def _loops(lines: list[str]) -> Iterator[tuple[int, int]]:
+def loops_of(lines: list[str]) -> Iterator[tuple[int, int]]:
     """First and last line of every `scf.while`, both of its regions."""
     for start, line in enumerate(lines):
         if "scf.while" in line:
@@ -359,7 +360,14 @@ def faults_of(launch: Launch, report: Report) -> list[str]:
     return faults
 
 
+def refuse_interpreter(program: str) -> None:
+    """Ends a program that compiles, where Triton was imported for its interpreter: its kernels are Python functions then."""
+    if not isinstance(loop_tile, triton.JITFunction):
+        sys.exit(f"{program}: TRITON_INTERPRET is set, with which Triton has nothing to compile; unset it")
+
+
 def main() -> None:
+    refuse_interpreter("loopkernels.aot")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="sm_90", help=f"{', '.join(TARGETS)} or all")
     parser.add_argument("--kernel", default="all", help=f"a row's name, such as S256, or all; or {', '.join(SMALL)}")
@@ -404,5 +412,4 @@ def print_report(report: Report) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -101,14 +100,9 @@ def examine(launch: DecodeLaunch, target: str, kernel: str = "decode", **changes
     began = time.time()
     compiled = compile_row(launch, target, kernel, **changes)
     report.seconds = time.time() - began
-    report.shared = compiled.metadata.shared
-    report.tensor_memory = getattr(compiled.metadata, "tmem_size", 0) or 0
+    aot.read(compiled, report)
     if target.startswith("sm_"):
-        aot._read_cubin(compiled.asm["cubin"], report)
-        aot._read_advice(compiled.asm["ptx"], target, report)
         report.matrix_instructions = count_matrix_instructions(compiled.asm["cubin"], target)
-    else:
-        aot._read_amdgcn(compiled.asm["amdgcn"], report)
     report.faults = tuple(faults_of(launch, report))
     if kernel == "decode" and launch.resident:
         report.faults += tuple(residency_faults(compiled.asm["ttgir"]))
@@ -120,7 +114,7 @@ def count_matrix_instructions(cubin: bytes, target: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        code = subprocess.run([aot._tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
+        code = subprocess.run([aot.tool("nvdisasm"), "-c", path], capture_output=True, text=True).stdout
     return len(re.findall(rf"\b(?:{MATRIX_INSTRUCTION[target]})", code))
 
 
@@ -128,7 +122,7 @@ def residency_faults(ttgir: str) -> list[str]:
     """What speaks against weights that are read before the loop and stay on the chip: the loop may read keys, values and rows
     of biases, but no matrix of bfloat16."""
     lines = ttgir.splitlines()
-    start, end = max(aot._loops(lines), key=lambda span: span[1] - span[0], default=(0, 0))
+    start, end = max(aot.loops_of(lines), key=lambda span: span[1] - span[0], default=(0, 0))
     matrix = re.compile(r"(tt\.load|async_copy_global_to_local).*tensor<\d+x\d+x(?:!tt\.ptr<)?bf16")
     faults = [] if any(matrix.search(line) for line in lines[:start]) else ["no weights are read before the loop"]
     return faults + (["the loop reads weights"] if any(matrix.search(line) for line in lines[start:end]) else [])
@@ -145,6 +139,7 @@ def faults_of(launch: DecodeLaunch, report: Report) -> list[str]:
 
 
 def main() -> None:
+    aot.refuse_interpreter("loopkernels.decode_aot")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="sm_90", help=f"{', '.join(aot.TARGETS)} or all")
     parser.add_argument("--kernel", default="all", help="a row's name, such as D256, or all")
@@ -165,5 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     main()

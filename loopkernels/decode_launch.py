@@ -157,9 +157,9 @@ class Cache:
         return self.used.shape[1]
 
 
-def empty_cache(decoder: Decoder, n_rows: int, capacity: int, n_loops: int, device: torch.device) -> Cache:
-    """Room for `capacity` tokens of up to n_loops loops in each of n_rows rows."""
-    shape = (decoder.layout.slots(n_loops), n_rows, decoder.packed.fixed["H"], capacity, decoder.head_dim)
+def empty_cache(decoder: Decoder, n_rows: int, capacity: int, n_slots: int, device: torch.device) -> Cache:
+    """Room for `capacity` tokens in each of n_rows rows. n_slots: `Layout.slots` of as many loops as they may run."""
+    shape = (n_slots, n_rows, decoder.packed.fixed["H"], capacity, decoder.head_dim)
     return Cache(
         torch.empty(shape, dtype=decoder.cache_dtype, device=device),
         torch.empty(shape, dtype=decoder.cache_dtype, device=device),
@@ -219,13 +219,14 @@ def extend(
     lengths: list[int],
     stop: Stop,
     seats: Tensor | None = None,
-    warm: bool = False,
+    warm: list[bool] | None = None,
     keep: bool = False,
 ) -> Extended:
     """Run the new tokens of all rows and write them into the cache behind the lengths[b] tokens it holds of row b.
 
     embeds: float32 [N, C], without positions, the counts[0] tokens of row 0 first. seats: their rows of the position table, by
-    default their places in their rows. The caller has made room for them, and checked seats.
+    default their places in their rows. warm: which rows begin with the last state of their last cached token, by default none.
+    The caller has made room for them, and checked seats.
     """
     device = embeds.device
     embeds = embeds.contiguous()
@@ -239,12 +240,15 @@ def extend(
     aligned = [0] * (-len(counts) % 4)  # 16 bytes: a pointer aligned otherwise would make a kernel of its own
     numbers = [counts + aligned, starts + aligned, lengths + aligned]
     new, first, cached = torch.tensor(numbers, dtype=torch.int32).to(device)
-    call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, warm, out)
-    single = [row for row, count in enumerate(counts) if count == 1]
-    if single:
-        _tile(call, single, per_tile(decoder.launch, len(single), device))
-    for rows, members in _buckets(counts, decoder.launch.block_rows).items():
-        _blocks(call, members, rows, -(-max(counts[row] for row in members) // rows) * rows)
+    begins_warm = [False] * len(counts) if warm is None else warm
+    for is_warm in sorted(set(begins_warm)):  # a launch of its own for each: nearly always there is one
+        call = _Call(decoder, cache, embeds, seats.to(device, torch.int32), first, new, cached, stop, is_warm, out)
+        own = [count if begins == is_warm else 0 for count, begins in zip(counts, begins_warm, strict=True)]
+        single = [row for row, count in enumerate(own) if count == 1]
+        if single:
+            _tile(call, single, per_tile(decoder.launch, len(single), device))
+        for rows, members in _buckets(own, decoder.launch.block_rows).items():
+            _blocks(call, members, rows, -(-max(own[row] for row in members) // rows) * rows)
     return out
 
 

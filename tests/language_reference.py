@@ -10,9 +10,10 @@ import torch
 
 class Reference:
     """One row of a model without padding or batches. `stops(t, states, logits, gates)` says whether a token leaves after
-    loop t; states are Y_0 .. Y_t, logits and gates those after loops 1 .. t."""
+    loop t; states are Y_0 .. Y_t, logits and gates those after loops 1 .. t. period: of the cache policy modulo."""
 
-    def __init__(self, model, n_loops, stops=None):
+    def __init__(self, model, n_loops, stops=None, period=None):
+        self.period = period
         self.lm, self.model, self.config = model, model.transformer, model.transformer.config
         self.n_loops, self.stops = n_loops, stops
         self.kv = {"prelude": [], "core": [], "coda": [], "check": []}  # per token: {loop: [(k, v) per layer]}
@@ -51,6 +52,12 @@ class Reference:
         self.used[-1] = t
         return self.head(self.close("coda", Y, 0))
 
+    def seen(self, t, u):
+        """The loop in which a token at loop t sees one that runs u."""
+        if t > u and self.period is not None:
+            return next((s for s in range(u, 0, -1) if s % self.period == t % self.period), u)
+        return min(t, u)
+
     def close(self, part, Y, t):
         Y = self.layers(part, self.model.coda, Y, t)
         return self.model.final_norm(Y) if self.config.loop_norm == "once" else Y
@@ -62,7 +69,7 @@ class Reference:
         for layer, block in enumerate(blocks):
             q, k, v = block.attn.qkv(block.norm_1(X)).unflatten(-1, (3, self.config.n_heads, -1))
             self.kv[part][-1].setdefault(t, []).append((k, v))
-            seen = [(of[min(t, u)] if t else of[0])[layer] for of, u in zip(self.kv[part], [*self.used, t], strict=False)]
+            seen = [of[self.seen(t, u)][layer] for of, u in zip(self.kv[part], [*self.used, t], strict=False)]
             keys, values = (torch.stack([pair[i] for pair in seen]) for i in (0, 1))  # [places, H, head_dim]
             scores = torch.einsum("hd,phd->hp", q, keys) / math.sqrt(q.shape[-1])
             mixed = torch.einsum("hp,phd->hd", scores.softmax(-1), values)

@@ -2,8 +2,11 @@
 
 import _thread
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +20,7 @@ from tolerances import FP32, FP64
 
 import looped
 from looped.backends import cpu
-from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative
+from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Relative
 
 pytestmark = pytest.mark.skipif(not cpu.is_there(), reason="built without the C++ engine")
 
@@ -446,7 +449,7 @@ def test_what_is_refused_changes_nothing():
         (ValueError, "lengths are of 1 rows, but the session has 2", lambda: session.extend(embeds, [2], **common)),
         (ValueError, "lengths must sum to the 2 rows", lambda: session.extend(embeds, [2, 1], **common)),
         (ValueError, "row 1 has length -1", lambda: session.extend(embeds, [3, -1], **common)),
-        (ValueError, "must be C-contiguous float64", lambda: session.extend(embeds.float(), [1, 1], **common)),
+        (ValueError, r"but the weights are torch.float64", lambda: session.extend(embeds.float(), [1, 1], **common)),
         (ValueError, r"got float64 \[2, 40\]", lambda: session.extend(embeds[:, :40], [1, 1], **common)),
         (ValueError, "records no gradient", lambda: session.extend(embeds.requires_grad_(), [1, 1], **common)),
         (ValueError, "n_loops and tol must be at least 0", lambda: decoder(rows, -1)),
@@ -521,14 +524,26 @@ def test_two_threads_at_once_are_told_and_copies_serve_them():
         thread.join()
     assert all(torch.equal(hidden, want) for hidden in got)
 
-    slow = threading.Thread(target=lambda: decoder(texts(80), 3000))
-    slow.start()
-    time.sleep(0.2)
-    if slow.is_alive():
-        with pytest.raises(RuntimeError, match="at work for another thread"):
-            decoder.session.select(torch.tensor([0]))
-    slow.join()
-    assert decoder.session.lengths == [84]
+    told = []
+
+    def meddle():
+        """Until it is told, which ends the call that would go on for days."""
+        try:
+            for _ in range(500):
+                time.sleep(0.05)
+                decoder.session.select(torch.tensor([0]))
+        except RuntimeError as error:
+            told.append(str(error))
+        _thread.interrupt_main()
+
+    meddler = threading.Thread(target=meddle)
+    meddler.start()
+    with pytest.raises(KeyboardInterrupt):
+        decoder(texts(80), 10**9, Relative(tol=1e-300))
+    meddler.join()
+    assert len(told) == 1
+    assert "at work for another thread" in told[0]
+    assert decoder.session.lengths == [4]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -566,6 +581,43 @@ def test_pytorch_can_be_kept_from_spinning_beside_a_session(monkeypatch):
     assert decode_backend.thread_count() == 3
 
 
+def test_two_threads_beside_each_other_leave_pytorch_its_threads(monkeypatch):
+    """The second comes while the first is inside, and leaves after it."""
+    monkeypatch.setattr(cpu, "thread_count", torch.get_num_threads)
+    torch.set_num_threads(3)
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+    seen = {}
+
+    def first():
+        with decode_backend.torch_on_one_thread():
+            first_is_in.set()
+            assert second_is_in.wait(60)
+        seen["first"] = torch.get_num_threads()
+        first_is_out.set()
+
+    def second():
+        assert first_is_in.wait(60)
+        with decode_backend.torch_on_one_thread():
+            second_is_in.set()
+            assert first_is_out.wait(60)
+            seen["inside"] = torch.get_num_threads(), decode_backend.thread_count()
+        seen["second"] = torch.get_num_threads()
+
+    def later():
+        seen["later"] = torch.get_num_threads(), decode_backend.thread_count()
+
+    both = [threading.Thread(target=work) for work in (first, second)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    third = threading.Thread(target=later)
+    third.start()
+    third.join()
+    assert seen == {"first": 3, "inside": (1, 3), "second": 3, "later": (3, 3)}
+    assert torch.get_num_threads() == 3
+
+
 def test_the_bandwidth_is_measured():
     bandwidth = cpu._engine.read_bandwidth(n_threads=1, bytes=1 << 22, seconds=0.05)
     assert 0.1 < bandwidth < 10_000
@@ -575,6 +627,15 @@ def test_the_bandwidth_is_measured():
 
 
 def test_readout_needs_no_language_model_package():
-    model = language_model(std=0.08)
-    out = Decoder(model)(texts(12), 12, Readout(tol=0.2, patience=2))
-    assert 2 < out.n_loops.float().mean() < 12
+    program = """
+import sys
+from looped.exits import Readout
+from test_decode_engine import Decoder, language_model, texts
+
+out = Decoder(language_model(std=0.08))(texts(12), 12, Readout(tol=0.2, patience=2))
+assert 2 < out.n_loops.float().mean() < 12
+print(*{"transformers", "looped.lm"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

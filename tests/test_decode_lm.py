@@ -13,8 +13,6 @@ pytestmark = pytest.mark.skipif(not cpu.is_there(), reason="built without the C+
 
 from looped.backends.decode import CpuSession  # noqa: E402
 
-FP64, FP32 = 1e-10, 1e-5
-
 
 def gate_of(model, seed=1):
     generator = torch.Generator().manual_seed(seed)

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,6 +43,16 @@ def test_weights_read_inside_the_loop_are_seen():
     assert "the loop reads weights" in decode_aot.residency_faults(ttgir)
     spilled = dataclasses.replace(decode_aot.Report("sm_90", "R16", "decode", "bf16", 64, 4), spilled=8, instructions=900)
     assert "8 bytes spilled" in decode_aot.faults_of(row("R16"), spilled)[-1]
+
+
+@pytest.mark.parametrize("module", ["loopkernels.aot", "loopkernels.decode_aot"])
+def test_nothing_is_compiled_for_the_interpreter(module):
+    """It is chosen when Triton is imported: taking the variable away afterwards does not help."""
+    interpreted = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", module, "--kernel", "none"]
+    done = subprocess.run(command, env=interpreted, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"{module}: TRITON_INTERPRET is set, with which Triton has nothing to compile; unset it"
 
 
 def block(width, n_layers, n_heads=4):

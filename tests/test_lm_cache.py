@@ -143,6 +143,10 @@ def test_policies_are_named():
             CachePolicy.parse(wrong)
     with pytest.raises(ValueError, match="cache_policy"):
         looped_lm(cache_policy="newest")
+    with pytest.raises(ValueError, match="cache_policy=''"):
+        looped_lm().make_cache("")
+    with pytest.raises(ValueError, match="backend=''"):
+        looped_lm().make_cache(backend="")
     assert POLICIES == ("per_loop", "last_only", "modulo(N)", "first_then_shared")
 
 
@@ -364,23 +368,47 @@ def test_a_call_that_failed_leaves_its_cache_as_it_was():
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 @pytest.mark.parametrize("n_before", [0, 4])
-def test_an_interrupt_after_the_work_of_a_call_leaves_its_cache_as_it_was(backend, n_before, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, TimeoutError, MemoryError])
+def test_an_interrupt_after_the_work_of_a_call_leaves_its_cache_as_it_was(backend, n_before, error, monkeypatch):
+    """Ctrl-C, what another signal's handler raises, and the end of memory."""
     model, ids = looped_lm(n_loops=3), prompts(2, 5)
     cache = model.make_cache(backend=backend)
     if n_before:
         model(ids[:, :n_before], cache=cache)
     extend = cache.session.extend
 
+    def fail(*args):
+        raise RuntimeError("can't allocate memory")
+
     def extend_and_fail(*args, **how):
         extend(*args, **how)
-        raise KeyboardInterrupt
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(cache.session, "extend", extend_and_fail)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error):
+            model(prompts(2, 3, seed=7), cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "append", fail)
+        with pytest.raises(RuntimeError, match="can't allocate"):
             model(prompts(2, 3, seed=7), cache=cache)
     assert cache.get_seq_length() == n_before
     assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
+
+
+def test_a_session_at_work_for_another_thread_is_not_settled(monkeypatch):
+    """The call that came in between is refused, and the other one's session is left alone."""
+    model, ids = looped_lm(n_loops=3), prompts(2, 5)
+    cache = model.make_cache()
+
+    def busy(*args, **how):
+        raise RuntimeError("the session is at work for another thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.session, "extend", busy)
+        patch.setattr(cache, "settle", None)
+        with pytest.raises(RuntimeError, match="another thread"):
+            model(ids, cache=cache)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ import torch
 from language_models import contracting_lm, left_padded, looped_lm, pair, prompts
 from tolerances import EAGER_BATCH, FP32
 
+from looped.lm import LoopedGPT2Config
+
 QUIET = dict(do_sample=False, pad_token_id=0)
 
 
@@ -156,6 +158,60 @@ def test_empty_batches_rows_and_texts():
         model.generate(torch.tensor([[1, -1]]), max_new_tokens=1, **QUIET)
     with pytest.raises(ValueError, match=r"position_ids has shape \[3\]"):
         model(prompts(1, 3), position_ids=torch.arange(3))
+
+
+WRONG = {
+    "labels of another shape": (ValueError, r"labels are \[2, 2\]", lambda ids: dict(labels=ids[:, 1:])),
+    "labels that are no tokens": (ValueError, "labels hold 61", lambda ids: dict(labels=ids * 0 + 61)),
+    "float labels": (ValueError, r"labels are torch.float32", lambda ids: dict(labels=ids.float())),
+    "labels of a part": (ValueError, "leave out logits_to_keep", lambda ids: dict(labels=ids, logits_to_keep=2)),
+    "logits of nothing": (ValueError, "logits_to_keep=-2", lambda ids: dict(logits_to_keep=-2)),
+    "logits beyond": (ValueError, r"1 \.\. 3, but the call has 3", lambda ids: dict(logits_to_keep=torch.tensor([1, 3]))),
+    "logits by a mask": (TypeError, "must be an integer", lambda ids: dict(logits_to_keep=torch.tensor([True, False, True]))),
+    "logits by truth": (TypeError, "must be an integer", lambda ids: dict(logits_to_keep=True)),
+    "float ids": (ValueError, r"torch.float32, but must be \[B, T\]", lambda ids: dict(input_ids=ids.float())),
+    "wide embeddings": (ValueError, r"\[2, 3, 16\]", lambda ids: dict(input_ids=None, inputs_embeds=torch.zeros(2, 3, 16))),
+    "whole embeddings": (ValueError, "floats", lambda ids: dict(input_ids=None, inputs_embeds=ids[..., None].repeat(1, 1, 32))),
+    "float positions": (ValueError, "position_ids are torch.float32", lambda ids: dict(position_ids=torch.arange(3.0)[None])),
+    "a warm start in words": (TypeError, "warm_start must be True or False", lambda ids: dict(warm_start="no")),
+    "true loops": (TypeError, "n_loops must be an integer, got True", lambda ids: dict(n_loops=True)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_before_the_cache_grows(name, backend):
+    model, ids = looped_lm(), prompts(2, 3)
+    kind, message, changes = WRONG[name]
+    cache = model.make_cache(backend=backend)
+    model(ids, cache=cache)
+    with pytest.raises(kind, match=message):
+        model(**(dict(input_ids=ids, cache=cache) | changes(ids)))
+    assert cache.get_seq_length() == 3
+    assert cache.session.lengths == [3, 3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_integers_of_other_widths_are_taken(backend):
+    model, ids, places = looped_lm(), prompts(2, 3), torch.tensor([[3, 9, 1]])
+    want = model(ids, position_ids=places, labels=ids)
+    got = model(ids.int(), position_ids=places.int(), labels=ids.int(), backend=backend)
+    assert (got.logits - want.logits).abs().max() <= FP32
+    assert (got.loss - want.loss).abs() <= FP32
+    read = model(ids, position_ids=places, logits_to_keep=torch.tensor([-1, 0], dtype=torch.int32), backend=backend).logits
+    assert (read - want.logits[:, [2, 0]]).abs().max() <= FP32
+
+
+def test_arguments_of_another_kind_are_named():
+    model = looped_lm()
+    with pytest.raises(ValueError, match=r"embeds are torch.bfloat16 but the weights are torch.float32"):
+        model(inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.bfloat16), backend="cpu")
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Embedding, got Linear"):
+        model.set_input_embeddings(torch.nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="did you mean 'n_loops'"):
+        LoopedGPT2Config(_n_loops=3)
 
 
 @torch.no_grad()

@@ -9,9 +9,10 @@ from language_models import contracting_lm, left_padded, looped_lm, prompts
 from tolerances import EAGER_BATCH, FP32, FP64
 
 import looped
+from looped.decoding import reads_logits
 from looped.exits import Contraction, ExitRule, Relative
 from looped.lm import TOKEN_RULES, ArgmaxStable, Gate, LoopedGPT2Config
-from looped.lm.exits import reads_logits, token_rule
+from looped.lm.exits import token_rule
 from looped.lm.model import CACHE_NAME
 from looped.loop import LoopSpec
 
@@ -210,6 +211,52 @@ def test_rules_that_read_logits_need_the_checks_of_the_whole_text_where_there_is
     model(ids, cache=cache, exit="kl")
     with pytest.raises(ValueError, match="check_every=2"):
         model(ids[:, :1], cache=cache, exit={"rule": "entropy", "check_every": 2})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_calls_that_end_before_the_first_check_leave_no_keys_of_checks(models, backend):
+    model, ids, exit = models["middle"], prompts(1, 5), {"rule": "kl", "check_every": 4}
+    cache = model.make_cache(backend=backend)
+    plain = model(ids[:, :3], n_loops=3).logits
+    assert (model(ids[:, :3], cache=cache, exit=exit, n_loops=3).logits - plain).abs().max() <= FP64
+    with pytest.raises(ValueError, match="check_every=4"):
+        model(ids[:, 3:], cache=cache, exit=exit, n_loops=8)
+    model(ids[:, 3:], cache=cache, exit=exit, n_loops=3)  # nor do they read any
+    cache.reset()
+    model(ids[:, :3], cache=cache, exit=exit, n_loops=8)
+    cache.session.extend(torch.zeros(0, 32, dtype=torch.float64), [0], n_loops=1, rule=Relative(scope="token"))  # no token
+    model(ids[:, 3:4], cache=cache, exit=exit, n_loops=8)
+    model(ids[:, 4:], cache=cache, exit=exit, n_loops=3)
+    with pytest.raises(ValueError, match="check_every=4"):
+        model(ids[:, :1], cache=cache, exit=exit, n_loops=8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("policy", ["per_loop", "last_only", "first_then_shared", "modulo(30)", "modulo(2)", "modulo(3)"])
+def test_one_pass_with_an_exit_is_what_the_policies_say(models, policy, backend):
+    """Loop u of a token that left, under all but modulo(N): there the last of its loops that is t modulo N."""
+    model, ids, (rule, stops) = models["icl"], prompts(1, 9), RULES["relative"]
+    period = int(policy[7:-1]) if policy.startswith("modulo") else None
+    out = model(ids, cache=model.make_cache(policy, backend=backend), exit={"rule": "relative"} | rule)
+    oracle, exact = (reference.Reference(model, model.config.n_loops, stops, of) for of in (period, None))
+    expected, unshared = oracle.run(ids[0]), exact.run(ids[0])
+    assert out.n_loops[0].tolist() == oracle.used
+    assert len(set(oracle.used)) > 1
+    assert (out.logits[0] - expected).abs().max() <= FP64
+    assert ((expected - unshared).abs().max() > 1e-6) == (policy in ("modulo(2)", "modulo(3)"))
+
+
+@torch.no_grad()
+def test_slots_are_made_as_loops_come_to_them():
+    """Far more loops than tokens that leave early run, in later calls too."""
+    model, ids, exit = contracting_lm(), prompts(1, 9), {"rule": "relative", "tol": 0.02}
+    cache, whole = model.make_cache(), model(ids, exit=exit, n_loops=500)
+    parts = [model(part, cache=cache, exit=exit, n_loops=500) for part in ids.split([4, 1, 3, 1], dim=1)]
+    assert (torch.cat([part.logits for part in parts], 1) - whole.logits).abs().max() <= FP64
+    assert torch.equal(cache.n_loops, whole.n_loops)
+    assert len(cache.session.slots.pairs) == whole.n_loops.max() < 40
 
 
 @torch.no_grad()

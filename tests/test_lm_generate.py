@@ -275,6 +275,21 @@ def test_prompt_lookup():
     assert torch.equal(stopped.sequences, generate(ours, ids, max_new_tokens=12, eos_token_id=end).sequences)
 
 
+@pytest.mark.parametrize("helper", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assistants_that_would_change_the_text_are_refused(helper):
+    """Verified in one pass, tokens read other keys than one by one where loops share slots, and start warm elsewhere."""
+    ids, by = prompts(1, 6), {helper: looped_lm(seed=5) if helper == "assistant_model" else 3}
+    for policy in ("last_only", "modulo(2)", "first_then_shared"):
+        with pytest.raises(ValueError, match="assisted decoding needs the cache policy per_loop"):
+            generate(looped_lm(cache_policy=policy), ids, max_new_tokens=4, **by)
+        model = looped_lm()
+        with pytest.raises(ValueError, match="assisted decoding needs the cache policy per_loop"):
+            generate(model, ids, max_new_tokens=4, **{CACHE_NAME: model.make_cache(policy)}, **by)
+    for model, asked in ((looped_lm(), {"warm_start": True}), (looped_lm(warm_start=True), {})):
+        with pytest.raises(ValueError, match="one of assisted decoding and warm_start"):
+            generate(model, ids, max_new_tokens=4, **asked, **by)
+
+
 def test_logits_to_keep():
     theirs, ours = pair()
     ids = prompts(2, 6)

@@ -423,11 +423,16 @@ def test_padding_embeddings_positions_and_a_cache_to_go_on_from():
         assert_same(plain, generate(model, ids, draft_loops=3, backend=backend, **where))
         last = dict(position_ids=torch.arange(13, 19)[None])  # the last token fed has the last of 32 positions
         assert_same(generate(model, ids, **last), generate(model, ids, draft_loops=3, draft_tokens=9, backend=backend, **last))
-        beyond = dict(position_ids=torch.arange(16, 22)[None])
-        end = generate(model, ids, max_new_tokens=8, **beyond).sequences[0, -1].item()
-        if end not in generate(model, ids, max_new_tokens=8, **beyond).sequences[0, 6:-1]:  # ends before the table does
-            a, b = (generate(model, ids, eos_token_id=end, **beyond, **x) for x in ({}, {"draft_loops": 3, "backend": backend}))
-            assert_same(a, b)
+        beyond, n_new = dict(position_ids=torch.arange(16, 22)[None]), []
+        for seed in range(3):  # 14 tokens are asked for, which the table does not hold: the text ends before it does
+            text = prompts(1, 6, seed=seed)
+            new = generate(model, text, max_new_tokens=8, **beyond).sequences[0, 6:].tolist()
+            n_new.append(max(i for i, token in enumerate(new) if token not in new[:i]) + 1)
+            ends = dict(eos_token_id=new[n_new[-1] - 1], **beyond)
+            plain, drafted = generate(model, text, **ends), generate(model, text, draft_loops=3, backend=backend, **ends)
+            assert_same(plain, drafted)
+            assert drafted.sequences.shape[1] == 6 + n_new[-1]
+        assert max(n_new) > 2
     whole, plain, drafted = (generate(model, ids, **x) for x in ({"max_new_tokens": 18}, {}, {"draft_loops": 3}))
     for begun in (plain, drafted):
         for extra in ({}, {"draft_loops": 3}, {"draft_loops": 6}):

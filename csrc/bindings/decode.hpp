@@ -1,4 +1,4 @@
-// looped._engine.Session: decoding (decode/session.hpp), and the memory bandwidth it is held against.
+// looped._engine.Session: decoding (decode/session.hpp).
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -151,7 +151,7 @@ bool Session<T>::extend(const Extension<T>& extension, const Spec& spec, const C
         for (size_t row = 0; row < extension.lengths.size(); ++row) cache_.make_room(row, extension.lengths[row]);
         if (n_tokens > n_room_ || n_tokens < n_room_ / 4) {
             n_room_ = 0;
-            for (auto* each : {&signal_, &state_, &image_, &own_signal_, &own_state_, &closed_}) *each = Matrix<T>(n_tokens, C);
+            for (auto* each : {&signal_, &state_, &image_, &own_state_, &closed_}) *each = Matrix<T>(n_tokens, C);
             n_room_ = n_tokens;
         }
         const block::FloatMode callers;

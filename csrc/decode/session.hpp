@@ -73,7 +73,7 @@ private:
     Cache<T> cache_;
     std::vector<std::vector<T>> last_states_;  // a row each, empty where there is none: where its last token left
     Layers<T> layers_;
-    Matrix<T> signal_, state_, image_, own_signal_, own_state_, closed_;
+    Matrix<T> signal_, state_, image_, own_state_, closed_;
     size_t n_room_ = 0;  // tokens that these have room for
     std::unique_ptr<block::Team> team_;
     size_t team_asked_ = 0;

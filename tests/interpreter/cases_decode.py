@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from decode_reference import Row
 from models import random_weights
+from reference_decode import Row
 from tolerances import FP32
 
 import looped
 from looped.backends.triton_decode import TritonSession
-from looped.exits import Absolute, Contraction, Exact, Fixed, Readout, Relative
+from looped.exits import ROUNDING_LEVEL, Absolute, Contraction, Exact, Fixed, Readout, Relative
 from loopkernels import decode_launch, launch
 
 
@@ -63,11 +63,16 @@ def embeds_of(model, parts):
     return model.embedding(torch.cat(parts)).detach()
 
 
+def row_of(model, policy=PER_LOOP):
+    """The definition, with the kernels' rounding level."""
+    return Row(model, policy, ROUNDING_LEVEL["fp32"])
+
+
 def follow(models, rows_of_ids, calls, policy=PER_LOOP, **options):
     """A session and the definition through the same calls of (counts, n_loops, rule): [(got, [want of a row, ...]), ...]."""
     truth, model = models
     session = TritonSession(model, policy)
-    plain = [Row(truth, policy) for _ in rows_of_ids]
+    plain = [row_of(truth, policy) for _ in rows_of_ids]
     results = []
     for counts, n_loops, rule in calls:
         starts = session.lengths or [0] * len(counts)
@@ -106,8 +111,8 @@ def test_shapes(rows, width, heads, layers, loops, counts):
     results, session = follow(models, texts(*(n + 2 for n in counts)), calls)
     assert_same(results)
     assert session.lengths == [n + 2 for n in counts]
-    layers_kept = loops * layers
-    assert session.bytes_per_token == 2 * 4 * width * layers_kept
+    slots, _, _, _, head_dim = session._cache.keys.shape
+    assert (slots, heads * head_dim) == (loops * layers, width)
 
 
 BLOCKS = [
@@ -262,11 +267,11 @@ def test_rows_are_cropped_reordered_repeated_dropped_and_copied(rows):
 
 
 def test_where_tokens_begin_and_stand(rows):
-    """A warm start from the last cached token's state, also after a crop; positions of the caller's; all states on request."""
+    """A warm start from the last cached token's state, a cold one after a crop; positions of the caller's; all states."""
     models = pair(std=0.12, n_heads=1, state_init="embedding")
     truth, model = models
     (ids,) = texts(12)
-    row, session = Row(truth, Policy()), TritonSession(model, Policy())
+    row, session = row_of(truth), TritonSession(model, Policy())
     rule, at = Relative(tol=0.25), 0
     for n, crop in ((4, 1), (1, 0), (3, 2), (1, 0)):
         place = torch.arange(20 + at, 20 + at + n)
@@ -283,6 +288,53 @@ def test_where_tokens_begin_and_stand(rows):
     assert session.lengths == [at]
 
 
+def test_after_a_crop_a_row_starts_cold_until_it_has_a_token_of_its_own(rows):
+    models = pair(std=0.12, n_heads=1, state_init="embedding")
+    truth, model = models
+    ids, rule = texts(9, 9), Relative(tol=0.25)
+    plain, session = [row_of(truth) for _ in ids], TritonSession(model, Policy())
+    at = [0, 0]
+    for counts in ([4, 3], [1, 1], [1, 0], [2, 1]):
+        parts = [x[a : a + n] for x, a, n in zip(ids, at, counts, strict=True)]
+        got = session.extend(embeds_of(model, parts), counts, n_loops=5, rule=rule, warm_start=True)
+        wanted = [row.extend(truth.embedding(x), 5, rule, warm_start=True) for row, x in zip(plain, parts, strict=True)]
+        assert_same([(got, wanted)])
+        at = [a + n for a, n in zip(at, counts, strict=True)]
+        if counts == [1, 1]:  # so [1, 0] starts cold, and [2, 1] a warm and a cold row
+            session.crop([1, 1])
+            for row in plain:
+                row.crop(1)
+            at = [a - 1 for a in at]
+            session = session.copy()
+            session.select(torch.tensor([1, 0]))
+            session.select(torch.tensor([1, 0]))
+    assert session.lengths == at
+
+
+def test_making_room_loses_nothing_where_it_fails(rows, monkeypatch):
+    """Memory may end while cached tokens are copied to a larger place; and slots of earlier loops are kept where fewer run."""
+    _, model = pair(std=0.12, n_heads=1, n_positions=96)
+    ids, empty_cache = texts(90), decode_launch.empty_cache
+    session, undisturbed = TritonSession(model, Policy()), TritonSession(model, Policy())
+    for each in (session, undisturbed):
+        extend(each, model, ids, [4], n_loops=5, rule=Fixed())
+    made = []
+
+    def fails(*args):
+        made.append(empty_cache(*args))
+        made[-1].values = made[-1].values[:, :, :, :1]  # so that nothing can be copied there
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_launch, "empty_cache", fails)
+        with pytest.raises(RuntimeError):
+            extend(session, model, ids, [61], n_loops=2, rule=Fixed())
+    assert len(made[0].keys) == 5  # one allocation, with room for all loops there are
+    for n in (1, 61):
+        got, want = (extend(each, model, ids, [n], n_loops=2, rule=Fixed()) for each in (session, undisturbed))
+        assert torch.equal(got.hidden, want.hidden)
+
+
 @pytest.mark.parametrize(("precision", "tol"), [("bf16", None), ("bf16x3", FP32)])
 def test_precisions(rows, precision, tol):
     rows(precision=precision)
@@ -293,7 +345,7 @@ def test_precisions(rows, precision, tol):
         results, _ = follow(models, ids, calls)
         return assert_same(results, tol)
     results, session = follow(models, ids, calls)
-    theirs = Row(models[0].bfloat16(), Policy())
+    theirs = row_of(models[0].bfloat16())
     wrong = right = ours = 0.0
     for (got, wanted), (counts, n_loops, rule) in zip(results, calls, strict=True):
         at, n = len(theirs.used), counts[0]
@@ -363,6 +415,9 @@ def test_what_the_kernels_do_not_run_is_named(rows):
         session.extend(embeds, [2], n_loops=2, rule=Fixed())
     with pytest.raises(ValueError, match="65 tokens but the model has 64 positions"):
         session.extend(embeds[:1].repeat(65, 1), [65], n_loops=2, rule=Fixed())
+    for place in (64, -1):
+        with pytest.raises(ValueError, match="but the model has 64 positions"):
+            session.extend(embeds, [3], n_loops=2, rule=Fixed(), positions=torch.tensor([0, place, 2]))
     assert session.lengths == []
     session.extend(embeds, [2, 1], n_loops=1, rule=Fixed())
     with pytest.raises(ValueError, match="session of 2 rows"):

@@ -8,8 +8,9 @@ policy per_loop in any split of the row into calls.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from looped.backends import cpu
-from looped.decoding import Extension, Policy
+from looped.decoding import CachedKeys, Extension, Policy
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule
 from looped.model import LoopedTransformer
-from looped.weights import weights_of
+from looped.weights import first_weight, weights_of
 
 # Rules that the engine has, by the names of their classes and where these are.
 RULES = ("Fixed", "Exact", "Absolute", "Relative", "Contraction", "Readout")
 TOKEN_RULES = ("EntropyDifference", "KLDivergence", "ArgmaxStable", "Gate")
 HOMES = dict.fromkeys(RULES, "looped.exits") | dict.fromkeys(TOKEN_RULES, "looped.lm.exits")
-RULES_OF_LOGITS = ("Readout", "EntropyDifference", "KLDivergence", "ArgmaxStable")
 
 
 def why_not(model: LoopedTransformer) -> str | None:
@@ -39,7 +39,17 @@ def why_not(model: LoopedTransformer) -> str | None:
     return cpu.why_not(model)
 
 
-_n_threads: ContextVar[int | None] = ContextVar("n_threads", default=None)
+@dataclasses.dataclass
+class _OneThread:
+    """Who is inside `torch_on_one_thread`, and what the first to come found."""
+
+    n_inside: int = 0
+    of_torch: int = 0
+    of_sessions: int = 0
+
+
+_one_thread, _one_thread_lock = _OneThread(), threading.Lock()
+_nesting = threading.local()  # depth: of the calling thread
 
 
 @contextlib.contextmanager
@@ -47,21 +57,32 @@ def torch_on_one_thread() -> Iterator[None]:
     """PyTorch runs on one thread, and sessions on as many as it had: for loops that do little between a session's calls.
 
     The threads of PyTorch spin for milliseconds after every operation that they share, on the cores that a session then
-    wants. A token of `generate` took half the time without them.
+    wants. A token of `generate` took half the time without them. PyTorch's setting is one for the process and one for every
+    thread that has asked for it, so each thread sets its own back, to what the first of all found.
     """
-    before = torch.get_num_threads()
-    token = _n_threads.set(cpu.thread_count() if _n_threads.get() is None else _n_threads.get())
-    torch.set_num_threads(1)
+    shared, depth, is_inside = _one_thread, getattr(_nesting, "depth", 0), False
     try:
+        with _one_thread_lock:
+            n_threads = torch.get_num_threads()  # sets a new thread to the process's number, which must not come after the 1
+            if shared.n_inside == 0:
+                shared.of_torch, shared.of_sessions = n_threads, cpu.thread_count()
+            shared.n_inside += 1
+            is_inside = True
+        _nesting.depth = depth + 1
+        torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(before)
-        _n_threads.reset(token)
+        _nesting.depth = depth
+        if is_inside:
+            with _one_thread_lock:
+                shared.n_inside -= 1
+                if depth == 0:
+                    torch.set_num_threads(shared.of_torch)
 
 
 def thread_count() -> int:
     """Threads of a session's call: torch's setting and no more than the cores, or as `torch_on_one_thread` found them."""
-    return _n_threads.get() or cpu.thread_count()
+    return _one_thread.of_sessions if _one_thread.n_inside else cpu.thread_count()
 
 
 class CpuSession:
@@ -84,8 +105,7 @@ class CpuSession:
     def reset(self) -> None:
         """Forget all rows."""
         self._session: Any = None
-        self._checks: int | None = None  # the check_every under which all cached tokens have keys of checks
-        self._has_unlooped = False
+        self._keys = CachedKeys(self.model.config.n_coda > 0)
 
     @property
     def lengths(self) -> list[int]:
@@ -117,12 +137,13 @@ class CpuSession:
         """
         if torch.is_grad_enabled() and embeds.requires_grad:
             raise ValueError('backend="cpu" records no gradient; decode under torch.no_grad(), or use backend="eager"')
+        if embeds.dtype != (dtype := first_weight(self.model).dtype):
+            raise ValueError(f'backend="cpu": embeds are {embeds.dtype} but the weights are {dtype}; convert one of them')
         starts = self.lengths
         if self._session is None or not any(starts):
             self._begin(len(starts))
         values = rule_values(rule, n_loops, embeds.dtype)
-        reads_logits = type(rule).__name__ in RULES_OF_LOGITS and not rule.is_fixed
-        self._check(rule, n_loops, any(starts), reads_logits)
+        self._keys.check(rule, n_loops, has_tokens=any(starts))
         out = self._session.extend(
             embeds.detach().contiguous().numpy(),
             list(lengths),
@@ -131,10 +152,7 @@ class CpuSession:
             return_states=return_states,
             n_threads=thread_count(),
         )
-        if not any(starts):
-            self._has_unlooped = False
-        self._has_unlooped |= n_loops == 0 and len(embeds) > 0
-        self._checks = rule.check_every if reads_logits else None
+        self._keys.add(rule, n_loops, len(embeds), had_tokens=any(starts))
         states = [torch.from_numpy(state) for state in out["states"]] if return_states else None
         return Extension(torch.from_numpy(out["hidden"]), torch.from_numpy(out["n_loops"]), states)
 
@@ -158,7 +176,7 @@ class CpuSession:
         session = CpuSession(self.model, self.policy, self.gate)
         if self._session is not None:
             session._session = self._session.copy()
-        session._checks, session._has_unlooped = self._checks, self._has_unlooped
+        session._keys = dataclasses.replace(self._keys)
         return session
 
     def _made(self) -> Any:
@@ -176,15 +194,6 @@ class CpuSession:
                 gate["gate_bias"] = self.gate.bias.detach().numpy()
         self._session = engine.session(self.policy.kind, self.policy.period, n_rows=n_rows, **gate)
 
-    def _check(self, rule: ExitRule, n_loops: int, has_tokens: bool, reads_logits: bool) -> None:
-        if self._has_unlooped and n_loops and has_tokens:
-            raise ValueError("extend: tokens cached with n_loops=0 have no keys for a call with loops; reset the session first")
-        if reads_logits and self.model.config.n_coda and has_tokens and self._checks != rule.check_every:
-            raise ValueError(
-                f"extend: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from calls "
-                f"with such a rule and check_every={rule.check_every}; reset the session first"
-            )
-
 
 def rule_values(rule: ExitRule, n_loops: int, dtype: torch.dtype) -> dict[str, Any]:
     """A rule as the engine takes it. Raises NotImplementedError for a rule of one's own."""
@@ -193,7 +202,8 @@ def rule_values(rule: ExitRule, n_loops: int, dtype: torch.dtype) -> dict[str, A
         raise NotImplementedError(f'backend="cpu" has no exit rule {name}; it has {", ".join(HOMES)}; use backend="eager"')
     values = {name: value for name, value in vars(rule).items() if name in ("tol", "patience", "threshold")}
     return values | {
-        "rule": "fixed" if rule.is_fixed else name.lower(),  # a tolerance of 0 means all loops
+        # All loops: with a tolerance of 0, or with no check among them.
+        "rule": "fixed" if rule.is_fixed or n_loops < rule.check_every else name.lower(),
         "n_loops": n_loops,
         "check_every": rule.check_every,
         "min_loops": rule.min_loops,

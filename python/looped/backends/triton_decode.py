@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from looped.backends import triton
 from looped.backends.device import is_interpreted, kernels
-from looped.decoding import Extension, Policy
+from looped.decoding import CachedKeys, Extension, Policy
 from looped.exits import ROUNDING_LEVEL, Absolute, Contraction, Exact, ExitRule, Fixed, Relative
 from looped.model import LoopedTransformer
 from looped.weights import first_weight, weights_of
@@ -149,9 +149,14 @@ class TritonSession:
         if obstacle is not None:
             raise ValueError(f'decoding with backend="triton" cannot run this: {obstacle}')
         self.model, self.policy = model, policy
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows."""
         self._lengths: list[int] = []
         self._cache: Any = None
-        self._has_unlooped = False
+        self._cold: set[int] = set()  # rows that were cropped and have had no token since: they begin like new ones
+        self._keys = CachedKeys(self.model.config.n_coda > 0)
 
     @property
     def lengths(self) -> list[int]:
@@ -175,7 +180,7 @@ class TritonSession:
         embeds: [N, C], token embeddings without positions, the lengths[0] tokens of row 0 first; any float dtype. lengths: new
         tokens of each row, 0 allowed. n_loops: loops to run at most. rule: judges every token by itself. positions:
         int64 [N] rows of the position table; by default each row counts on. warm_start: tokens of a row that has cached tokens
-        start from the last state of the last of them. return_states: see `Extension`.
+        start from the last state of the last of them, unless the row has been cropped since. return_states: see `Extension`.
 
         Raises NotImplementedError for a rule that the kernels do not judge, ValueError for sizes that do not
         fit, positions beyond the table, or loops after tokens that ran none; nothing is changed then.
@@ -183,8 +188,7 @@ class TritonSession:
         obstacle = why_not_rule(rule)
         if obstacle is not None:
             raise NotImplementedError(f'decoding with backend="triton": {obstacle}')
-        if n_loops and self._has_unlooped and any(self._lengths):
-            raise ValueError("extend: tokens cached with n_loops=0 have no keys for a call with loops; reset the session")
+        self._keys.check(rule, n_loops, has_tokens=any(self._lengths))
         counts = [int(n) for n in lengths]
         self._check(embeds, counts, positions)
         decoder = decoder_of(self.model, self.policy)
@@ -203,12 +207,14 @@ class TritonSession:
                 have,
                 stop_of(rule, n_loops, decoder.launch.precision),
                 seats=positions,
-                warm=warm_start,
+                warm=[warm_start and row not in self._cold for row in range(len(counts))],
                 keep=return_states,
             )
-        self._has_unlooped = n_loops == 0 or (self._has_unlooped and any(have))
+        extension = Extension(out.hidden.to(embeds.dtype), out.loops.long(), self._states(out, embeds.dtype))
+        self._keys.add(rule, n_loops, len(embeds), had_tokens=any(have))
+        self._cold -= {row for row, new in enumerate(counts) if new}
         self._lengths = [had + new for had, new in zip(have, counts, strict=True)]
-        return Extension(out.hidden.to(embeds.dtype), out.loops.long(), self._states(out, embeds.dtype))
+        return extension
 
     def _states(self, out: Any, dtype: torch.dtype) -> list[Tensor] | None:
         if out.history is None:
@@ -228,6 +234,13 @@ class TritonSession:
             raise ValueError(f"extend: {len(counts)} lengths for a session of {len(self._lengths)} rows; reset it for others")
         if positions is not None and positions.shape != (len(embeds),):
             raise ValueError(f"extend: positions are {list(positions.shape)}; they must be [{len(embeds)}], one a token")
+        if positions is not None and config.pos_kind == "learned" and len(positions):
+            least, most = int(positions.min()), int(positions.max())
+            if not 0 <= least <= most < config.n_positions:
+                raise ValueError(
+                    f"extend: positions lie in {least} .. {most} but the model has {config.n_positions} positions; "
+                    "shorten the text or use a model with more positions"
+                )
         if config.pos_kind == "learned" and positions is None:
             have = self._lengths or [0] * len(counts)
             longest = max((had + new for had, new in zip(have, counts, strict=True)), default=0)
@@ -248,16 +261,14 @@ class TritonSession:
         if needed > capacity:
             capacity = max(2 * capacity, needed)
         device = next(self.model.parameters()).device
-        self._cache = _kernels().empty_cache(decoder, len(counts), capacity, n_loops, device)
+        n_slots = n_slots if old is None else max(n_slots, len(old.keys))
+        cache = _kernels().empty_cache(decoder, len(counts), capacity, n_slots, device)
         if old is not None:
-            if len(old.keys) > n_slots:
-                self._cache.keys, self._cache.values = (
-                    x.new_empty(len(old.keys), *x.shape[1:]) for x in (self._cache.keys, self._cache.values)
-                )
             longest = max(have, default=0)
             for name, axis in (("keys", 3), ("values", 3), ("used", 1), ("rest", 1)):
-                new, kept = getattr(self._cache, name), getattr(old, name).narrow(axis, 0, longest)
+                new, kept = getattr(cache, name), getattr(old, name).narrow(axis, 0, longest)
                 (new[: len(kept)] if axis == 3 else new).narrow(axis, 0, longest).copy_(kept)
+        self._cache = cache  # with all that was cached, or not at all
 
     def crop(self, n_tokens: Sequence[int]) -> None:
         """Forget the last n_tokens[b] tokens of row b. Raises ValueError for more than it has, or another number of rows."""
@@ -265,6 +276,7 @@ class TritonSession:
         if len(drop) != len(self._lengths) or any(not 0 <= n <= had for n, had in zip(drop, self._lengths, strict=True)):
             raise ValueError(f"crop: {drop} tokens of rows that have {self._lengths}; each must lie in 0 .. what its row has")
         self._lengths = [had - n for had, n in zip(self._lengths, drop, strict=True)]
+        self._cold = set(range(len(drop)))
 
     def select(self, rows: Tensor) -> None:
         """New row i is what row rows[i] was (int64): reorders for beams, repeats and drops rows."""
@@ -279,24 +291,13 @@ class TritonSession:
             kept |= {name: getattr(self._cache, name).index_select(0, index) for name in ("used", "rest")}
             self._cache = dataclasses.replace(self._cache, **kept)
         self._lengths = [self._lengths[row] for row in chosen]
-
-    def reset(self) -> None:
-        """Forget all rows."""
-        self._lengths, self._cache, self._has_unlooped = [], None, False
+        self._cold = {i for i, row in enumerate(chosen) if row in self._cold}
 
     def copy(self) -> TritonSession:
         """A session of the same model that goes on independently from here."""
         other = TritonSession(self.model, self.policy)
-        other._lengths, other._has_unlooped = list(self._lengths), self._has_unlooped
+        other._lengths, other._cold, other._keys = list(self._lengths), set(self._cold), dataclasses.replace(self._keys)
         if self._cache is not None:
             names = ("keys", "values", "used", "rest")
             other._cache = dataclasses.replace(self._cache, **{name: getattr(self._cache, name).clone() for name in names})
         return other
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of keys and values that one cached token takes; 0 before the first `extend`."""
-        if self._cache is None:
-            return 0
-        slots, _, heads, _, width = self._cache.keys.shape
-        return 2 * self._cache.keys.element_size() * slots * heads * width

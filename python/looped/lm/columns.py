@@ -9,6 +9,7 @@ from torch import Tensor
 
 from looped.lm.cache import LoopedCache
 from looped.lm.config import LoopedGPT2Config
+from looped.lm.reading import INTEGERS
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ class Columns:
             raise ValueError(
                 f"LoopedGPT2: position_ids has shape {list(position_ids.shape)} but must be [{n_rows}, {n_new}] or [1, {n_new}]"
             )
-        positions = self.packed(position_ids.to(self.own.device).expand(n_rows, n_new))
+        if position_ids.dtype not in INTEGERS:
+            raise ValueError(f"LoopedGPT2: position_ids are {position_ids.dtype} but must be int64")
+        positions = self.packed(position_ids.to(self.own.device, torch.int64).expand(n_rows, n_new))
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < config.n_positions:
             raise ValueError(
                 f"LoopedGPT2: position_ids lie in {int(positions.min())} .. {int(positions.max())} but the model has "
@@ -85,3 +88,13 @@ class Columns:
             )
         usual = self.own.cumsum(1) - 1 + torch.tensor(self.starts, device=self.own.device)[:, None]
         return None if torch.equal(positions, self.packed(usual)) else positions
+
+
+def check_inputs(inputs: Tensor, config: LoopedGPT2Config, *, are_ids: bool) -> None:
+    """Raises ValueError for ids that are not integers [B, T], and for embeddings that are not floats [B, T, C]."""
+    if are_ids and (inputs.dim() != 2 or inputs.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"LoopedGPT2: input_ids are {list(inputs.shape)}, {inputs.dtype}, but must be [B, T], int64 or int32")
+    if not are_ids and (inputs.dim() != 3 or inputs.shape[2] != config.d_model or not inputs.is_floating_point()):
+        raise ValueError(
+            f"LoopedGPT2: inputs_embeds are {list(inputs.shape)}, {inputs.dtype}, but must be [B, T, {config.d_model}], floats"
+        )

@@ -36,6 +36,9 @@ KEYS_OF_TRANSFORMERS |= {
     "experts_implementation",
     "quantization_config",
 }
+KEYS_OF_TRANSFORMERS |= {"_name_or_path", "_commit_hash", "_auto_class", "_is_quantized", "_from_auto", "_from_pipeline"}
+KEYS_OF_TRANSFORMERS |= {f"_{kind}_implementation{end}" for kind in ("attn", "experts") for end in ("", "_internal")}
+KEYS_OF_TRANSFORMERS |= {"_attn_implementation_autoset"}
 
 
 class LoopedGPT2Config(PretrainedConfig):
@@ -163,7 +166,7 @@ def check_names(kwargs: dict[str, Any]) -> None:
     own = [field.name for field in dataclasses.fields(LoopedGPT2Config)]
     known = {*own, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
     for key in kwargs:
-        if key in ELSEWHERE or (key not in known and not key.startswith("_")):
+        if key in ELSEWHERE or key not in known:
             nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, own, n=1, cutoff=0.0)[0]
             raise ValueError(f"LoopedGPT2Config: unknown key {key!r}; did you mean {nearest!r}?")
 

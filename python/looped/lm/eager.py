@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from looped.decoding import Extension
+from looped.decoding import CachedKeys, Extension
 from looped.exits import PRECISION_OF, ROUNDING_LEVEL, ExitRule, Step, Watch
-from looped.lm.exits import reads_logits
 from looped.lm.policy import CachePolicy
 from looped.lm.rows import Chunk
 from looped.lm.run import Draft, Run
@@ -35,8 +35,7 @@ class EagerSession:
         self.last_state: Tensor | None = None  # [B, C], the state at which each row's last token left, for warm starts
         self._has_last: list[bool] = []  # which rows have one
         self._lengths: list[int] = []
-        self._checks: int | None = None  # the check_every under which all cached tokens have keys and values of checks
-        self._has_unlooped = False
+        self._keys = CachedKeys(self.model.config.n_coda > 0)
         self._drafts: list[Draft] = []
 
     @property
@@ -55,12 +54,12 @@ class EagerSession:
         return_states: bool = False,
     ) -> Extension:
         starts = self._lengths or [0] * len(lengths)
-        self._check(rule, n_loops, starts)
+        self._keys.check(rule, n_loops, has_tokens=any(starts))
         chunk = Chunk(starts, lengths, embeds.device)
         run = None if warm_start or return_states else self._resumed(embeds, positions, chunk, n_loops, rule)
         if run is None:
             self._drop_drafts()
-            run = self._begun(embeds, positions, chunk, n_loops, rule, warm_start, return_states)
+            run = self._begun(embeds, positions, chunk, rule, warm_start, return_states)
         self._iterate(run, n_loops, rule)
         self._fill(run)
         run.finish(n_loops)
@@ -72,7 +71,7 @@ class EagerSession:
     def draft(self, embeds: Tensor, *, n_loops: int, rule: ExitRule, positions: Tensor | None = None) -> Extension:
         if len(self._lengths) != 1 or not self.policy.is_exact:
             raise ValueError(f"draft: needs one row and the policy per_loop, got {len(self._lengths)} rows and {self.policy}")
-        self._check(rule, n_loops, self._lengths)
+        self._keys.check(rule, n_loops, has_tokens=any(self._lengths))
         run = self._draft(embeds, positions, n_loops, rule)
         return Extension(self._close(run.final, "coda", 0, run.chunk), run.n_loops)
 
@@ -81,7 +80,7 @@ class EagerSession:
     def _draft(self, embeds: Tensor, positions: Tensor | None, n_loops: int, rule: ExitRule) -> Run:
         start = self._lengths[0] + sum(draft.run.chunk.n_tokens for draft in self._drafts)
         chunk = Chunk([start], [len(embeds)], embeds.device)
-        run = self._begun(embeds, positions, chunk, n_loops, rule, False, False)
+        run = self._begun(embeds, positions, chunk, rule, False, False)
         self._iterate(run, n_loops, rule)
         self._fill(run, n_loops)
         self._drafts.append(Draft(embeds, positions, n_loops, rule, run))
@@ -101,7 +100,7 @@ class EagerSession:
             done = part.stop
         if done < chunk.n_tokens:
             self._draft(embeds[done:], None if positions is None else positions[done:], drafts[0].n_loops, rule)
-        self._open_step(n_loops)
+        self.slots.begin()
         return Run.joined([draft.run for draft in drafts], chunk, drafts[0].n_loops)
 
     def _drop_drafts(self) -> None:
@@ -113,17 +112,11 @@ class EagerSession:
 
     # The parts of a step ----------------------------------------------------------------------------------------------
 
-    def _open_step(self, n_loops: int) -> None:
-        self.slots.begin()
-        self.slots.deepen("core", self.policy.n_slots(n_loops), self.model.config.n_core)
-        self.slots.deepen("check", self.policy.n_slots(n_loops), self.model.config.n_coda)
-
     def _begun(
         self,
         embeds: Tensor,
         positions: Tensor | None,
         chunk: Chunk,
-        n_loops: int,
         rule: ExitRule,
         warm_start: bool,
         keeps_states: bool,
@@ -132,7 +125,7 @@ class EagerSession:
         model, config = self.model, self.model.config
         if not any(chunk.starts):
             self.slots = Slots(self.policy)  # of a first call that failed, or of rows that were cropped to nothing
-        self._open_step(n_loops)
+        self.slots.begin()
         if positions is None and config.pos_kind == "learned":
             positions = chunk.place
         P = embeds
@@ -151,32 +144,20 @@ class EagerSession:
         watch = Watch(rule)
         while run.t < n_loops and run.moving.n_tokens:
             t = run.t + 1
+            if any(run.chunk.starts) or run.stopped is not None:  # else all tokens write this loop
+                self.slots.deepen("core", self.policy.slot(t) + 1, self.model.config.n_core)
+                self.slots.deepen("check", self.policy.slot(t) + 1, self.model.config.n_coda)
             self._carry("core", t, run.stopped)
             self._carry("check", t, run.stopped if t % rule.check_every == 0 else run.chunk)
             image = self._loop(t, run)
             run.advance(t, image, None if rule.is_fixed else self._judge(t, run, image, watch))
 
     def _fill(self, run: Run, limit: int | None = None) -> None:
-        """The slots of loops that nobody ran: all, or those up to loop `limit`."""
+        """The slots there are of loops that nobody ran: all, or those up to loop `limit`."""
         for part in ("core", "check"):
             last = self.slots.n_loops(part)
             for t in range(run.t + 1, (last if limit is None else min(last, limit)) + 1):
                 self._carry(part, t, run.chunk)
-
-    def _check(self, rule: ExitRule, n_loops: int, starts: Sequence[int]) -> None:
-        if self._has_unlooped and n_loops and any(starts):
-            raise ValueError("LoopedGPT2: tokens cached with n_loops=0 have no keys for a call with loops; start a new cache")
-        if (
-            reads_logits(rule)
-            and not rule.is_fixed
-            and self.model.config.n_coda
-            and any(starts)
-            and self._checks != rule.check_every
-        ):
-            raise ValueError(
-                f"LoopedGPT2: exit {type(rule).__name__} runs the coda at every check, so all cached tokens must come from "
-                f"calls with such a rule and check_every={rule.check_every}; start a new cache"
-            )
 
     def _first_state(self, P: Tensor, chunk: Chunk, warm_start: bool) -> Tensor:
         Y = self.model.initial_state(P)
@@ -249,10 +230,7 @@ class EagerSession:
 
     def _note(self, final: Tensor, chunk: Chunk, rule: ExitRule, n_loops: int) -> None:
         """Count the new tokens in."""
-        if not any(chunk.starts):
-            self._has_unlooped, self._checks = False, None
-        self._has_unlooped |= n_loops == 0 and chunk.n_tokens > 0
-        self._checks = rule.check_every if reads_logits(rule) and not rule.is_fixed else None
+        self._keys.add(rule, n_loops, chunk.n_tokens, had_tokens=any(chunk.starts))
         if chunk.n_tokens:
             last = torch.tensor([max(end - 1, 0) for end in accumulate(chunk.counts)], device=final.device)
             is_new = torch.tensor([count > 0 for count in chunk.counts], device=final.device)[:, None]
@@ -287,8 +265,8 @@ class EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)
         session.slots = self.slots.copy()
         session.last_state = None if self.last_state is None else self.last_state.clone()
-        session._has_last = list(self._has_last)
-        session._lengths, session._checks, session._has_unlooped = list(self._lengths), self._checks, self._has_unlooped
+        session._has_last, session._lengths = list(self._has_last), list(self._lengths)
+        session._keys = dataclasses.replace(self._keys)
         return session
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from looped.exits import RULES, ExitRule, Fixed, Memory, Readout, Step
+from looped.exits import RULES, ExitRule, Fixed, Memory, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +169,6 @@ def token_rule(rule: Exit) -> ExitRule:
     if rule.scope == "prefix":
         raise ValueError('exit: a token of a language model stops by itself; use scope="token" instead of "prefix"')
     return rule if rule.scope == "token" else dataclasses.replace(rule, scope="token")
-
-
-def reads_logits(rule: ExitRule) -> bool:
-    """Whether a check of the rule runs the coda and the head. A rule of one's own that is no `TokenRule` is taken to."""
-    if isinstance(rule, TokenRule):
-        return rule.reads_logits
-    return isinstance(rule, Readout) or type(rule) not in RULES.values()
 
 
 def _log_probabilities(step: Step) -> Tensor:

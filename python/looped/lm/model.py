@@ -9,23 +9,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from looped.exits import ExitRule
 from looped.lm.cache import CACHE_NAME, LoopedCache
-from looped.lm.columns import Columns
+from looped.lm.columns import Columns, check_inputs
 from looped.lm.config import LoopedGPT2Config, check_exit, check_warm_start
 from looped.lm.drafter import draft_fields
 from looped.lm.exits import Exit, token_rule
 from looped.lm.fused import threads_for
 from looped.lm.policy import CachePolicy
 from looped.lm.pretrained import language_config, read_gpt2, same_dtype
+from looped.lm.reading import check_labels, kept_positions, next_token_loss
 from looped.lm.session import head_of, make_session
-from looped.lm.speculative import check_drafting, speculate
+from looped.lm.speculative import check_drafting, check_exactness, speculate
 from looped.model import Block, LoopedTransformer, loop_count
 
 
@@ -116,7 +117,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         return self.transformer.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        assert isinstance(value, nn.Embedding)
+        if not isinstance(value, nn.Embedding):
+            raise TypeError(f"LoopedGPT2: the input embeddings must be a torch.nn.Embedding, got {type(value).__name__}")
         self.transformer.embedding = value
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -173,14 +175,15 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
             cache, or past_key_values: a `LoopedCache`; the name depends on the version of transformers, both are taken.
             use_cache: return a cache. Default: `config.use_cache`, but not while training.
             labels: int64 [B, T], -100 where there is none; they are shifted inside.
-            logits_to_keep: logits of the last so many positions only (0: all), or of these positions (int64 [K]).
+            logits_to_keep: logits of the last so many positions only (0: all), or of these positions (integers [K]).
             n_loops: loops to run, default `config.n_loops`.
             exit: a rule of `looped.lm.exits`, its name or a mapping; default `config.exit`. ``"fixed"`` runs all loops.
             warm_start: default `config.warm_start`.
             backend: what computes, a name of `looped.lm.session.SESSIONS`; default ``"eager"``, or the cache's.
 
-        Raises ValueError for more tokens than positions, naming row and limit, for masks and positions of other shapes, and
-        for what is not offered (attention weights); TypeError for a cache of another kind and for an unknown argument.
+        Raises ValueError for more tokens than positions, naming row and limit, for masks, positions and labels of other shapes,
+        and for what is not offered (attention weights); TypeError for a cache of another kind and for an unknown argument. An
+        exception, Ctrl-C and a lack of memory among them, leaves the cache as it was.
         """
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("LoopedGPT2: attention weights are not kept; call it without output_attentions")
@@ -196,6 +199,10 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         assert inputs is not None
         columns = Columns.of(inputs, attention_mask, cache)
+        check_inputs(inputs, self.config, are_ids=inputs_embeds is None)
+        to_read = kept_positions(logits_to_keep, inputs.shape[1])
+        if labels is not None:
+            check_labels(labels, inputs, logits_to_keep, self.config.vocab_size)
         positions = columns.positions(position_ids, self.config)
         embeds = columns.packed(inputs)
         if inputs_embeds is None:
@@ -203,20 +210,19 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
             embeds = self.transformer.embedding(embeds)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         how = dict(positions=positions, return_states=bool(asked), **vars(plan))
+        extension = None
         try:
             extension = cache.session.extend(embeds, columns.counts, **how)
             n_used = columns.unpacked(extension.n_loops)
             cache.append(columns.own, n_used)
-        except KeyboardInterrupt:
-            cache.settle()
+        except BaseException as error:  # a signal's or a lack of memory, maybe after the session's work
+            # A session that is at work for another thread says so by a RuntimeError, and is that thread's to settle.
+            if extension is not None or not isinstance(error, RuntimeError):
+                cache.settle()
             raise
 
         hidden = columns.unpacked(extension.hidden)
-        if isinstance(logits_to_keep, int):
-            read = hidden[:, -logits_to_keep:] if logits_to_keep else hidden
-        else:
-            read = hidden[:, logits_to_keep]
-        logits = head_of(cache.session, self.transformer)(read)
+        logits = head_of(cache.session, self.transformer)(hidden[:, to_read])
         states = None
         if extension.states is not None:
             states = (*(columns.unpacked(state) for state in extension.states), hidden)
@@ -227,8 +233,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
 
     def make_cache(self, policy: str | None = None, *, backend: str | None = None) -> LoopedCache:
         """An empty cache. policy: a name of `looped.lm.policy`, default `config.cache_policy`. backend: default ``"eager"``."""
-        chosen = CachePolicy.parse(policy or self.config.cache_policy)
-        return LoopedCache(make_session(backend or "eager", self.transformer, chosen, self.exit_gate))
+        chosen = CachePolicy.parse(self.config.cache_policy if policy is None else policy)
+        return LoopedCache(make_session("eager" if backend is None else backend, self.transformer, chosen, self.exit_gate))
 
     def _the_cache(
         self, cache: LoopedCache | None, past_key_values: LoopedCache | None, backend: str | None
@@ -253,11 +259,10 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
     def _plan(self, n_loops: int | None, exit: Exit, warm_start: bool | None) -> Plan:
         """How this call loops. Raises ValueError or TypeError for what no call can do."""
         rule = token_rule(self.config.exit if exit is None else exit)
-        plan = Plan(
-            loop_count(self.config.n_loops if n_loops is None else n_loops),
-            rule,
-            self.config.warm_start if warm_start is None else warm_start,
-        )
+        is_warm = self.config.warm_start if warm_start is None else warm_start
+        if not isinstance(is_warm, bool):
+            raise TypeError(f"LoopedGPT2: warm_start must be True or False, got {is_warm!r}")
+        plan = Plan(loop_count(self.config.n_loops if n_loops is None else n_loops), rule, is_warm)
         check_exit(rule, self.exit_gate is not None)
         if rule.min_loops > plan.n_loops:
             raise ValueError(f"LoopedGPT2: exit has min_loops={rule.min_loops}, which is more than n_loops={plan.n_loops}")
@@ -352,6 +357,8 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         self._plan(*(model_kwargs.get(name) for name in ("n_loops", "exit", "warm_start")))
         if generation_config.assistant_early_exit is not None:
             check_drafting(self, generation_config, model_kwargs, mode, batch_size)
+        elif mode == GenerationMode.ASSISTED_GENERATION:
+            check_exactness(self, "assisted decoding", model_kwargs)
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
@@ -373,12 +380,3 @@ class Plan:
     n_loops: int
     rule: ExitRule
     warm_start: bool
-
-
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of the next tokens, logits [B, T, V] against int64 [B, T]; -100 is left out."""
-    if logits.shape[:2] != labels.shape:
-        raise ValueError(
-            f"LoopedGPT2: labels are {list(labels.shape)}, the logits {list(logits.shape[:2])}; leave out logits_to_keep"
-        )
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device), ignore_index=-100)

@@ -7,7 +7,9 @@
 | modulo(N)         | min(N, n_loops)      | its last loop that is t modulo N (Geiping et al., 2025, Huginn)               |
 | first_then_shared | min(2, n_loops)      | its first loop at t = 1, its last loop at t > 1                               |
 
-Prelude and coda layers have one slot each under every policy.
+So it is between calls. Within one call tokens see each other as they stand in loop t, and of one that has left after n loops
+what the table says; so one pass is exact under every policy, but for modulo(N) with an exit. Prelude and coda layers have one
+slot each under every policy.
 """
 
 from __future__ import annotations

@@ -10,7 +10,11 @@ The semantics of an exit, normative for every engine
     to token i reads the keys and values of loop u_i, the last it has: slot (min(t, u_i), l). So it is within one call, where
     all tokens iterate in parallel, and between calls; also where a later call asks for more loops than a cached token has run.
     The coda and the final norm read the state at the exit. A row's result does not depend on the other rows.
-    With the cache policy per_loop, any split of a row into calls gives the same result.
+    With the cache policy per_loop, any split of a row into calls gives the same result. The other policies say what a later
+    call reads instead (looped.lm.policy); within one call all read loop min(t, u_i), but for modulo(N): a token that left
+    shows, at t > u_i, the last of its loops that is t modulo N, in the same call as in later ones, because leaving copies
+    nothing over loops that it ran.
+    warm_start: a row that was cropped starts cold until it has a token of its own.
 """
 
 from __future__ import annotations

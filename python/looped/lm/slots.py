@@ -73,7 +73,9 @@ class Slots:
         return 1 + max((slot for p, slot, _ in self.pairs if p == part), default=-1)
 
     def deepen(self, part: str, n_slots: int, n_layers: int) -> None:
-        """Make slots up to n_slots: a cached token has in a new one what it has in the last."""
+        """Make slots up to n_slots, where there are any: a cached token has in a new one what it has in the last."""
+        if (part, n_slots - 1, 0) in self.pairs:
+            return
         have = self.n_loops(part)
         for slot in range(have, n_slots if have else 0):
             for layer in range(n_layers):

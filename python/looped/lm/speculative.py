@@ -53,8 +53,6 @@ def check_drafting(model: Any, config: GenerationConfig, kwargs: dict[str, Any],
     """The first look at a call with drafts. Raises ValueError for what cannot be had with them, before anything is computed."""
     drafting = Drafting.of(config)
     plan = model._plan(*(kwargs.get(name) for name in ("n_loops", "exit", "warm_start")))
-    cache = kwargs.get(CACHE_NAME)
-    policy = model.config.cache_policy if cache is None else cache.session.policy
     if mode != "assisted_generation":
         raise ValueError(f"generate: draft_loops goes with greedy decoding and sampling, got num_beams={config.num_beams}")
     if config.use_cache is False:
@@ -66,14 +64,23 @@ def check_drafting(model: Any, config: GenerationConfig, kwargs: dict[str, Any],
         )
     if drafting.n_loops > plan.n_loops:
         raise ValueError(f"generate: draft_loops={drafting.n_loops} is more than n_loops={plan.n_loops}; drafts run fewer")
+    check_exactness(model, "draft_loops", kwargs)
+
+
+def check_exactness(model: Any, what: str, kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where tokens that are verified in one pass get another result than one by one."""
+    plan = model._plan(*(kwargs.get(name) for name in ("n_loops", "exit", "warm_start")))
+    cache = kwargs.get(CACHE_NAME)
+    session = getattr(cache, "session", None)  # a cache of another kind is refused where it is used
+    policy = model.config.cache_policy if session is None else session.policy
     if plan.warm_start:
         raise ValueError(
             "generate: with warm_start a token's first state depends on which tokens are computed together, so drafts would "
-            "change the text; leave one of draft_loops and warm_start out"
+            f"change the text; leave one of {what} and warm_start out"
         )
     if str(policy) != "per_loop":
         raise ValueError(
-            f"generate: draft_loops needs the cache policy per_loop, got {policy}: where loops share slots, tokens that are "
+            f"generate: {what} needs the cache policy per_loop, got {policy}: where loops share slots, tokens that are "
             "computed together read other keys and values than one by one"
         )
 
