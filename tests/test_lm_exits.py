@@ -224,10 +224,14 @@ def test_calls_that_end_before_the_first_check_leave_no_keys_of_checks(models, b
         model(ids[:, 3:], cache=cache, exit=exit, n_loops=8)
     model(ids[:, 3:], cache=cache, exit=exit, n_loops=3)  # nor do they read any
     cache.reset()
-    model(ids[:, :3], cache=cache, exit=exit, n_loops=8)
+    model(ids[:, :4], cache=cache, exit=exit, n_loops=8)
+    cache.crop(-1)
     cache.session.extend(torch.zeros(0, 32, dtype=torch.float64), [0], n_loops=1, rule=Relative(scope="token"))  # no token
     model(ids[:, 3:4], cache=cache, exit=exit, n_loops=8)
     model(ids[:, 4:], cache=cache, exit=exit, n_loops=3)
+    cache.crop(-1)  # and the token that lacked them is gone
+    model(ids[:, 4:], cache=cache, exit=exit, n_loops=8)
+    model(ids[:, :1], cache=cache, exit=exit, n_loops=3)
     with pytest.raises(ValueError, match="check_every=4"):
         model(ids[:, :1], cache=cache, exit=exit, n_loops=8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -49,6 +50,7 @@ class CachedKeys:
     has_coda: bool
     lack_loops: bool = False
     check_every: int | None = None
+    before: tuple[list[int], bool, int | None] | None = None  # lengths of the rows and the two, before these last changed
 
     def check(self, rule: ExitRule, n_loops: int, *, has_tokens: bool) -> None:
         """Raises ValueError where a call would read keys that tokens cached before it lack."""
@@ -66,13 +68,23 @@ class CachedKeys:
                 f"that checked by such a rule with check_every={every}; start a new cache, or reset the session"
             )
 
-    def add(self, rule: ExitRule, n_loops: int, n_new: int, *, had_tokens: bool) -> None:
-        """Count in the n_new tokens of a call. had_tokens: there were others before it."""
-        if not had_tokens:
-            self.lack_loops, self.check_every = False, None
-        if n_new:
-            self.lack_loops |= n_loops == 0
-            self.check_every = checks_of(rule, n_loops)
+    def add(self, rule: ExitRule, n_loops: int, n_new: int, *, starts: Sequence[int]) -> None:
+        """Count in the n_new tokens of a call. starts: what the rows had before it."""
+        if not any(starts):
+            self.lack_loops, self.check_every, self.before = False, None, None
+        lack_loops, check_every = self.lack_loops or n_loops == 0, checks_of(rule, n_loops)
+        if n_new and (lack_loops, check_every) != (self.lack_loops, self.check_every):
+            self.before = (list(starts), self.lack_loops, self.check_every) if any(starts) else None
+            self.lack_loops, self.check_every = lack_loops, check_every
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Rows have these lengths now: tokens that lacked something may be gone, as drafts of few loops are."""
+        if self.before is not None and all(n <= had for n, had in zip(lengths, self.before[0], strict=True)):
+            (_, self.lack_loops, self.check_every), self.before = self.before, None
+
+    def select(self) -> None:
+        """Rows are others now, and `crop` can no longer tell which tokens were whose."""
+        self.before = None
 
 
 def checks_of(rule: ExitRule, n_loops: int) -> int | None:

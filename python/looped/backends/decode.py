@@ -152,7 +152,7 @@ class CpuSession:
             return_states=return_states,
             n_threads=thread_count(),
         )
-        self._keys.add(rule, n_loops, len(embeds), had_tokens=any(starts))
+        self._keys.add(rule, n_loops, len(embeds), starts=starts)
         states = [torch.from_numpy(state) for state in out["states"]] if return_states else None
         return Extension(torch.from_numpy(out["hidden"]), torch.from_numpy(out["n_loops"]), states)
 
@@ -166,10 +166,12 @@ class CpuSession:
         """Forget the last n_tokens[b] tokens of row b."""
         if self._session is not None or len(n_tokens):
             self._made().crop(list(n_tokens))
+            self._keys.crop(self.lengths)
 
     def select(self, rows: Tensor) -> None:
         """New row i is what row rows[i] was (int64): reorders for beams, repeats and drops rows."""
         self._made().select(rows.tolist())
+        self._keys.select()
 
     def copy(self) -> CpuSession:
         """A session of the same model that goes on independently from here."""

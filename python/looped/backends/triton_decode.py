@@ -211,7 +211,7 @@ class TritonSession:
                 keep=return_states,
             )
         extension = Extension(out.hidden.to(embeds.dtype), out.loops.long(), self._states(out, embeds.dtype))
-        self._keys.add(rule, n_loops, len(embeds), had_tokens=any(have))
+        self._keys.add(rule, n_loops, len(embeds), starts=have)
         self._cold -= {row for row, new in enumerate(counts) if new}
         self._lengths = [had + new for had, new in zip(have, counts, strict=True)]
         return extension
@@ -276,6 +276,7 @@ class TritonSession:
         if len(drop) != len(self._lengths) or any(not 0 <= n <= had for n, had in zip(drop, self._lengths, strict=True)):
             raise ValueError(f"crop: {drop} tokens of rows that have {self._lengths}; each must lie in 0 .. what its row has")
         self._lengths = [had - n for had, n in zip(self._lengths, drop, strict=True)]
+        self._keys.crop(self._lengths)
         self._cold = set(range(len(drop)))
 
     def select(self, rows: Tensor) -> None:
@@ -290,6 +291,7 @@ class TritonSession:
             kept = {name: getattr(self._cache, name).index_select(1, index) for name in ("keys", "values")}
             kept |= {name: getattr(self._cache, name).index_select(0, index) for name in ("used", "rest")}
             self._cache = dataclasses.replace(self._cache, **kept)
+        self._keys.select()
         self._lengths = [self._lengths[row] for row in chosen]
         self._cold = {i for i, row in enumerate(chosen) if row in self._cold}
 

@@ -230,7 +230,7 @@ class EagerSession:
 
     def _note(self, final: Tensor, chunk: Chunk, rule: ExitRule, n_loops: int) -> None:
         """Count the new tokens in."""
-        self._keys.add(rule, n_loops, chunk.n_tokens, had_tokens=any(chunk.starts))
+        self._keys.add(rule, n_loops, chunk.n_tokens, starts=chunk.starts)
         if chunk.n_tokens:
             last = torch.tensor([max(end - 1, 0) for end in accumulate(chunk.counts)], device=final.device)
             is_new = torch.tensor([count > 0 for count in chunk.counts], device=final.device)[:, None]
@@ -248,6 +248,7 @@ class EagerSession:
         device = next(self.model.parameters()).device
         self.slots.clear(Chunk(lengths, n_tokens, device))
         self._lengths = lengths
+        self._keys.crop(lengths)
         self.last_state, self._has_last = None, []
 
     def select(self, rows: Tensor) -> None:
@@ -255,6 +256,7 @@ class EagerSession:
         if missing := [row for row in numbers if not 0 <= row < n_rows]:
             raise ValueError(f"select: there is no row {missing[0]} among {n_rows}")
         self._drop_drafts()
+        self._keys.select()
         self._lengths = [self._lengths[row] for row in numbers]
         self.slots.select(rows)
         if self.last_state is not None:
