@@ -409,9 +409,9 @@ _is_exporting = getattr(torch.compiler, "is_exporting", torch.jit.is_tracing)  #
 MOST_LOOPS = 2**62 - 1  # that a counter of loops holds, with room to count on
 
 
-def loop_count(n_loops: int, name: str = "n_loops") -> int:
+def loop_count(n_loops: SupportsIndex, name: str = "n_loops") -> int:
     """Loops as an int. Integers and 0-d integer tensors are accepted; 4.0 and True are TypeErrors, -1 and 2^62 ValueErrors."""
-    if isinstance(n_loops, bool) or getattr(n_loops, "dtype", None) == torch.bool:
+    if isinstance(n_loops, bool) or (isinstance(n_loops, Tensor) and n_loops.dtype == torch.bool):
         raise TypeError(f"{name} must be an integer, got {n_loops!r}")
     try:
         count = operator.index(n_loops)
