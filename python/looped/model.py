@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
+from typing import SupportsIndex
 
 import torch
 import torch.nn.functional as F
