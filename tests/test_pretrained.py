@@ -79,12 +79,13 @@ def test_injection_buys_something(model, pairs):
 
 def test_every_model_has_its_card_and_the_configuration_it_was_trained_with():
     models = bundled_models()
-    assert list(models) == ["linear_regression", "linear_regression_tied"]
-    assert sum(f.stat().st_size for folder in models.values() for f in Path(folder).iterdir()) < 2_000_000
+    assert {"linear_regression", "linear_regression_tied", "sparse_linear_regression"} <= set(models)
+    assert sum(f.stat().st_size for folder in models.values() for f in Path(folder).iterdir()) < 6_000_000
     for name, folder in models.items():
         card = (Path(folder) / "README.md").read_text()
         config = TrainConfig.from_dict(json.loads((Path(folder) / "train.json").read_text()))
-        assert config == preset("small", tied=name.endswith("tied"))
+        twins = {twin: name.endswith(f"_{twin}") for twin in ("tied", "unlooped")}
+        assert config == preset("small", name.removesuffix("_tied").removesuffix("_unlooped"), **twins)
         assert config.model == load_pretrained(name).config
         assert f"seed {config.seed}" in card
         assert f"{config.n_steps:,} steps" in card
