@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -309,6 +311,19 @@ def test_a_rule_of_your_own():
         looped.solve(icl_model(), prompts(3), exit=object())
     with pytest.raises(ValueError, match="did you mean 'contraction'"):
         looped.solve(icl_model(), prompts(3), exit="contractoin")
+    with pytest.raises(NotImplementedError, match=r"^ExitRule needs update\(memory, step\)"):
+        looped.solve(icl_model(), prompts(3), n_loops=2, exit=ExitRule())
+
+
+@pytest.mark.eager_only
+def test_the_rule_of_the_documentation():
+    page = (Path(__file__).parent.parent / "docs" / "exits.md").read_text(encoding="utf-8")
+    names = {"__name__": __name__}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(block, "docs/exits.md", "exec"), names)
+    result = names["result"]
+    assert result.backend == "eager" and (result.status == Status.CONVERGED).all()
+    assert 5 < result.n_loops.min() and result.n_loops.float().mean() < 40
 
 
 # Promises -------------------------------------------------------------------------------------------------------------
