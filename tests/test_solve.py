@@ -13,7 +13,7 @@ from reference_loop import reference
 from tolerances import EAGER_BATCH, FP64
 
 import looped
-from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative
+from looped.exits import RULES, Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative, make_exit
 from looped.loop import Status
 from looped.prompt_batch import PromptBatch, sums_of_words
 
@@ -324,6 +324,19 @@ def test_the_rule_of_the_documentation():
     result = names["result"]
     assert result.backend == "eager" and (result.status == Status.CONVERGED).all()
     assert 5 < result.n_loops.min() and result.n_loops.float().mean() < 40
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("accelerate", [None, "anderson"])
+def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
+    if rule == "exact" and accelerate:
+        pytest.skip("exact is never accelerated")
+    model, x = icl_model(), prompts(3)
+    options = dict(exit=make_exit(rule, min_loops=9), accelerate=accelerate, on_stall="ignore" if rule == "exact" else "damp")
+    torch.save(looped.solve(model, x, n_loops=9, **options).state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    ours, whole = looped.solve(model, x, n_loops=20, state=state, **options), looped.solve(model, x, n_loops=20, **options)
+    assert torch.equal(ours.y, whole.y) and torch.equal(ours.n_loops, whole.n_loops) and torch.equal(ours.status, whole.status)
 
 
 # Promises -------------------------------------------------------------------------------------------------------------
