@@ -339,6 +339,13 @@ def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
     assert torch.equal(ours.y, whole.y) and torch.equal(ours.n_loops, whole.n_loops) and torch.equal(ours.status, whole.status)
 
 
+def test_a_state_of_another_dtype_is_refused_as_such():
+    model, x = icl_model(), prompts(3)
+    state = looped.solve(model, x, n_loops=3).state
+    with pytest.raises(ValueError, match="state is torch.float64; resume with the same dtype"):
+        looped.solve(model, x, n_loops=4, state=state, dtype=torch.float32)
+
+
 # Promises -------------------------------------------------------------------------------------------------------------
 
 OPTIONS = {
