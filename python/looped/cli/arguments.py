@@ -57,7 +57,7 @@ def key_values(fields: tuple[str, ...]) -> dict[str, Any]:
             raise click.UsageError(f"--set takes KEY=VALUE, got {text!r}")
         try:
             values[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # RecursionError: of a thousand brackets
             values[key] = value
     return values
 
