@@ -13,7 +13,7 @@ from reference_loop import reference
 from tolerances import EAGER_BATCH, FP64
 
 import looped
-from looped.exits import RULES, Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative, make_exit
+from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative, make_exit
 from looped.loop import Status
 from looped.prompt_batch import PromptBatch, sums_of_words
 
@@ -322,11 +322,13 @@ def test_the_rule_of_the_documentation():
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         exec(compile(block, "docs/exits.md", "exec"), names)
     result = names["result"]
-    assert result.backend == "eager" and (result.status == Status.CONVERGED).all()
-    assert 5 < result.n_loops.min() and result.n_loops.float().mean() < 40
+    assert result.backend == "eager"
+    assert (result.status == Status.CONVERGED).all()
+    assert result.n_loops.min() > 5
+    assert result.n_loops.max() < 60
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("rule", looped.exits.RULES)
 @pytest.mark.parametrize("accelerate", [None, "anderson"])
 def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
     if rule == "exact" and accelerate:
@@ -336,13 +338,14 @@ def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
     torch.save(looped.solve(model, x, n_loops=9, **options).state, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     ours, whole = looped.solve(model, x, n_loops=20, state=state, **options), looped.solve(model, x, n_loops=20, **options)
-    assert torch.equal(ours.y, whole.y) and torch.equal(ours.n_loops, whole.n_loops) and torch.equal(ours.status, whole.status)
+    for name in ("y", "n_loops", "status"):
+        assert torch.equal(getattr(ours, name), getattr(whole, name))
 
 
 def test_a_state_of_another_dtype_is_refused_as_such():
     model, x = icl_model(), prompts(3)
     state = looped.solve(model, x, n_loops=3).state
-    with pytest.raises(ValueError, match="state is torch.float64; resume with the same dtype"):
+    with pytest.raises(ValueError, match=r"state is torch\.float64; resume with the same dtype"):
         looped.solve(model, x, n_loops=4, state=state, dtype=torch.float32)
 
 

@@ -113,7 +113,7 @@ class LoopState:
         return LoopState(self.y[rows], memory, self.stopping, sums, self.weights_sum)
 
 
-torch.serialization.add_safe_globals([LoopState, Anderson, *RULES.values()])  # torch.load(weights_only=True) reads a saved state
+torch.serialization.add_safe_globals([LoopState, Anderson, *RULES.values()])  # weights_only=True reads a saved state
 
 
 @dataclass(frozen=True)
