@@ -415,7 +415,9 @@ def test_the_command_lists_and_runs(tmp_path):
     looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
     given = ("--models", f"linear_regression_tied={tmp_path / 'mine'}")
     listed = invoke("experiment", "fixed-point", "--list", *options, "--seeds", "42,43", *given)
+    assert [line.endswith("to be trained") for line in listed.stdout.splitlines()] == [False, False, True, False, False, True]
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        "model",
         *("linear_regression", "linear_regression,", "linear_regression_tied"),
         *("linear_regression_unlooped", "linear_regression_unlooped,"),
     ]
