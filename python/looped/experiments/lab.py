@@ -221,6 +221,8 @@ def _is_run_of(path: Path, config: TrainConfig) -> bool:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"experiment: {path} is not JSON ({error}); restore it, or remove its folder to train again") from error
+        raise ValueError(
+            f"experiment: {path} is not JSON ({error}); restore it, or remove its folder to train again"
+        ) from error
     found = TrainConfig.from_dict(content)
     return dataclasses.replace(found, save_every=config.save_every, keep_every=config.keep_every) == config
