@@ -42,6 +42,18 @@ def test_eval_prints_json_alone_on_standard_output(model_folder, tmp_path):
     assert "evaluating" in result.stderr
 
 
+def test_eval_takes_the_folder_of_a_run_and_names_the_bundled_models(model_folder):
+    options = ("--prompts", 3, "--no-baselines", "--no-settling", "--loops", 4, "--json")
+    of_run, of_model = (run("eval", folder, *options) for folder in (model_folder.parent, model_folder))
+    assert of_run.exit_code == 0, of_run.stderr
+    scores = [json.loads(result.stdout)["predictors"]["looped"]["error_by_examples"] for result in (of_run, of_model)]
+    assert scores[0] == scores[1]
+    for name in ("nosuch", "--twin=nosuch"):
+        result = run("eval", name)
+        assert result.exit_code == 2
+        assert "'nosuch' is neither a folder or file nor a bundled model (linear_regression, linear_" in result.stderr
+
+
 def test_eval_prints_tables(model_folder):
     result = run("eval", model_folder, "--prompts", 3, "--no-baselines", "--no-settling", "--exit", "fixed", "--loops", 4)
     assert result.exit_code == 0, result.stderr

@@ -127,6 +127,23 @@ def test_stopped_trainings_need_resume_and_end_the_same(tmp_path):
     assert torch.equal(weights(resumed), weights(whole))
 
 
+def test_a_model_cut_short_is_made_again_and_a_broken_file_is_named(tmp_path):
+    lab = quick(tmp_path)
+    config = lab.config()
+    (whole,) = lab.models("one", config)
+    folder = tmp_path / "models" / "one_steps_12"
+    for lost in (["config.json"], ["model.safetensors"], ["config.json", "model.safetensors"]):
+        for name in lost:
+            (folder / "model" / name).unlink()
+        assert quick(tmp_path).inventory([("one", config)]) == [("one", 12, None)]
+        (again,) = quick(tmp_path, resume=True).models("one", config)
+        assert torch.equal(weights(again), weights(whole))
+    for content in ("", "[" * 100_000):
+        (folder / "train.json").write_text(content)
+        with pytest.raises(ValueError, match=r"one_steps_12/train\.json is not JSON .*; restore it"):
+            quick(tmp_path, resume=True).models("one", config)
+
+
 def test_each_seed_is_a_model_of_its_own(tmp_path):
     lab = quick(tmp_path, seeds=[42, 7])
     one, two = lab.models("m", lab.config())
@@ -398,7 +415,9 @@ def test_the_command_lists_and_runs(tmp_path):
     looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
     given = ("--models", f"linear_regression_tied={tmp_path / 'mine'}")
     listed = invoke("experiment", "fixed-point", "--list", *options, "--seeds", "42,43", *given)
+    assert [line.endswith("to be trained") for line in listed.stdout.splitlines()] == [False, False, True, False, False, True]
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        "model",
         *("linear_regression", "linear_regression,", "linear_regression_tied"),
         *("linear_regression_unlooped", "linear_regression_unlooped,"),
     ]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from language_models import gpt2
 
-import looped
 from looped.lm import TOKEN_RULES, CachePolicy, LoopedGPT2Config
 
 PAGE = (Path(__file__).parent.parent / "docs" / "generate.md").read_text(encoding="utf-8")
@@ -14,9 +13,9 @@ PAGE = (Path(__file__).parent.parent / "docs" / "generate.md").read_text(encodin
 
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    gpt2().save_pretrained("gpt2")
+    gpt2().save_pretrained("path/to/gpt2")
     blocks = re.findall(r"(?:^    .*\n|^\n(?=    ))+", PAGE, flags=re.MULTILINE)
-    names = {"looped": looped}
+    names = {}
     for block in blocks:
         code = textwrap.dedent(block).replace("out.cache.", "out[CACHE_NAME].")
         exec(compile("from looped.lm.model import CACHE_NAME\n" + code, "docs/generate.md", "exec"), names)

@@ -32,6 +32,15 @@ def python(code, *arguments):
 # GPT-2 ------------------------------------------------------------------------------------------------------------
 
 
+def test_a_gpt2_elsewhere_is_an_error_that_says_what_to_do(tmp_path):
+    gpt2().save_pretrained(tmp_path)
+    for load in (LoopedGPT2.from_pretrained, LoopedGPT2Config.from_pretrained):
+        with pytest.raises(ValueError, match=r"this folder is a GPT-2; use LoopedGPT2\.from_gpt2\(folder\)"):
+            load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"not downloaded; .*GPT2LMHeadModel\.from_pretrained\('openai-comm"):
+        LoopedGPT2.from_gpt2("openai-community/gpt2")
+
+
 @torch.no_grad()
 def test_gpt2_loads_with_one_call_from_wherever_it_stands(tmp_path):
     """Conv1D keeps its weights transposed; square ones would load without a word."""

@@ -150,6 +150,15 @@ def test_exit_codes():
     assert "loop limit after 5 steps" in looped("run", example("fibonacci.subleq"), "--max-loops", "5", code=3)
     assert "there is no cell named 'nn'" in looped("run", example("fibonacci.subleq"), "--set", "nn=1", code=2)
     assert "--set x takes a number" in looped("run", example("add.subleq"), "--set", "x=[1", code=2)
+    for value in ("[" * 100_000, "9" * 5000):
+        output = looped("run", example("add.subleq"), "--set", f"x={value}", code=2)
+        assert "--set x takes a number" in output
+        assert f"({len(value):,} characters)" in " ".join(output.split())
+        assert len(output) < 1000
+    assert "--tolerance nan is no number" in looped("verify", example("add.subleq"), "--tolerance", "nan", code=2)
+    assert "--functions: '' is not one of" in looped("machine", "--kind", "fleq", "--functions", "", code=2)
+    small = ("machine", "--kind", "fleq", "--width", 64, "--address-bits")
+    assert "--width 64 has 70; give at least 7" in " ".join(looped(*small, 2, code=2).split())
     assert "SUBLEQ and FLEQ programs need a machine each" in looped(
         "run", example("add.subleq"), example("inverse.fleq"), code=2
     )

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from reference_loop import reference
 from tolerances import EAGER_BATCH, FP64
 
 import looped
-from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative
+from looped.exits import Absolute, Contraction, Exact, ExitRule, Fixed, Readout, Relative, make_exit
 from looped.loop import Status
 from looped.prompt_batch import PromptBatch, sums_of_words
 
@@ -309,6 +311,42 @@ def test_a_rule_of_your_own():
         looped.solve(icl_model(), prompts(3), exit=object())
     with pytest.raises(ValueError, match="did you mean 'contraction'"):
         looped.solve(icl_model(), prompts(3), exit="contractoin")
+    with pytest.raises(NotImplementedError, match=r"^ExitRule needs update\(memory, step\)"):
+        looped.solve(icl_model(), prompts(3), n_loops=2, exit=ExitRule())
+
+
+@pytest.mark.eager_only
+def test_the_rule_of_the_documentation():
+    page = (Path(__file__).parent.parent / "docs" / "exits.md").read_text(encoding="utf-8")
+    names = {"__name__": __name__}
+    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
+        exec(compile(block, "docs/exits.md", "exec"), names)
+    result = names["result"]
+    assert result.backend == "eager"
+    assert (result.status == Status.CONVERGED).all()
+    assert result.n_loops.min() > 5
+    assert result.n_loops.max() < 60
+
+
+@pytest.mark.parametrize("rule", looped.exits.RULES)
+@pytest.mark.parametrize("accelerate", [None, "anderson"])
+def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
+    if rule == "exact" and accelerate:
+        pytest.skip("exact is never accelerated")
+    model, x = icl_model(), prompts(3)
+    options = dict(exit=make_exit(rule, min_loops=9), accelerate=accelerate, on_stall="ignore" if rule == "exact" else "damp")
+    torch.save(looped.solve(model, x, n_loops=9, **options).state, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    ours, whole = looped.solve(model, x, n_loops=20, state=state, **options), looped.solve(model, x, n_loops=20, **options)
+    for name in ("y", "n_loops", "status"):
+        assert torch.equal(getattr(ours, name), getattr(whole, name))
+
+
+def test_a_state_of_another_dtype_is_refused_as_such():
+    model, x = icl_model(), prompts(3)
+    state = looped.solve(model, x, n_loops=3).state
+    with pytest.raises(ValueError, match=r"state is torch\.float64; resume with the same dtype"):
+        looped.solve(model, x, n_loops=4, state=state, dtype=torch.float32)
 
 
 # Promises -------------------------------------------------------------------------------------------------------------

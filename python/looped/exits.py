@@ -114,7 +114,7 @@ class ExitRule:
 
     def update(self, memory: Memory, step: Step) -> Tensor:
         """Which units pass: bool of the shape of `step.g`. May replace entries of `memory`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs update(memory, step), which returns a bool tensor like step.g")
 
 
 @dataclass(frozen=True, kw_only=True)

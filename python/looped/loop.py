@@ -11,7 +11,7 @@ from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
 from looped.config import LoopedConfig
-from looped.exits import Exact, ExitRule, Memory, make_exit
+from looped.exits import RULES, Exact, ExitRule, Memory, make_exit
 from looped.model import loop_count
 
 
@@ -111,6 +111,9 @@ class LoopState:
         memory = {name: tensor[rows] for name, tensor in self.memory.items()}
         sums = None if self.prompt_sums is None else self.prompt_sums[rows]
         return LoopState(self.y[rows], memory, self.stopping, sums, self.weights_sum)
+
+
+torch.serialization.add_safe_globals([LoopState, Anderson, *RULES.values()])  # weights_only=True reads a saved state
 
 
 @dataclass(frozen=True)

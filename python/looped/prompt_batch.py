@@ -126,12 +126,12 @@ class PromptBatch:
             raise ValueError(
                 f"solve: state is {list(state.y.shape)} but the prompts have {list(expected)}; resume with the same ones"
             )
+        if state.y.dtype != first_weight(model).dtype:
+            raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
         if state.prompt_sums is not None:
             same = state.prompt_sums.to(self.tokens.device) == self.sums()
             if not same.all():
                 raise ValueError(f"solve: state is of another prompt {int((~same).nonzero()[0])}; resume with the same ones")
-        if state.y.dtype != first_weight(model).dtype:
-            raise ValueError(f"solve: state is {state.y.dtype}; resume with the same dtype")
         if state.memory:
             return state
         return state.y if model.config.state_init == "given" else None  # interrupted before its first loop

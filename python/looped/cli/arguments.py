@@ -16,14 +16,20 @@ EVAL_TOLERANCE = 3e-3
 
 
 def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
-    from looped.checkpoint import load_checkpoint
+    from looped.checkpoint import CONFIG_FILE, load_checkpoint
     from looped.pretrained import bundled_models, load_pretrained
 
     if source in bundled_models() and not Path(source).exists():
         if fields:
             raise click.UsageError(f"the bundled model {source} is complete; --set is for other projects' checkpoints")
         return load_pretrained(source)
-    return load_checkpoint(source, **key_values(fields)).float()
+    folder = Path(source)
+    if not folder.exists():
+        known = ", ".join(bundled_models())
+        raise click.UsageError(f"{source!r} is neither a folder or file nor a bundled model ({known}); check the path")
+    if (folder / "model" / CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).exists():
+        folder /= "model"  # of a run of `looped train`
+    return load_checkpoint(folder, **key_values(fields)).float()
 
 
 def integers(option: str, text: str, least: int) -> list[int]:
@@ -51,7 +57,7 @@ def key_values(fields: tuple[str, ...]) -> dict[str, Any]:
             raise click.UsageError(f"--set takes KEY=VALUE, got {text!r}")
         try:
             values[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # RecursionError: of a thousand brackets
             values[key] = value
     return values
 

@@ -59,8 +59,8 @@ def evaluate_command(
 ) -> None:
     """Score MODEL in context on fresh prompts, beside classical baselines.
 
-    MODEL is a folder or file of any layout that looped reads, or the name of a bundled model; by default the bundled
-    linear-regression model.
+    MODEL is a folder or file of any layout that looped reads, the folder of a run of `looped train`, or the name of a
+    bundled model; by default the bundled linear-regression model.
     """
     from tqdm import tqdm
 

@@ -86,8 +86,11 @@ def experiment_command(
         found = lab.inventory(models_of(name, lab).items())
         if as_json:
             click.echo(json.dumps([{"name": label, "n_steps": steps, "source": origin} for label, steps, origin in found]))
-        for label, steps, origin in found if not as_json else []:
-            click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or '-'}")
+            return
+        click.echo(f"{'model':44} {'training':>15}  where it is")
+        for label, steps, origin in found:
+            missing = "to be trained" if may_train else "left out: not trained"
+            click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or missing}")
         return
     outcome = run_experiment(name, lab)
     if as_json:

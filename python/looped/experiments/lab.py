@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from looped.checkpoint import load_model
+from looped.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, preset, train, usable_device
@@ -149,7 +149,8 @@ class Lab:
     def _place(self, name: str, config: TrainConfig) -> tuple[str, Path] | None:
         """Where a model of this very configuration is, in words and as a folder."""
         folder = self.run_folder(name, config.seed)
-        if (folder / "model").exists() and _is_run_of(folder / "train.json", config):
+        model_files = (folder / "model" / CONFIG_FILE, folder / "model" / WEIGHTS_FILE)  # one alone: saving was cut short
+        if all(file.is_file() for file in model_files) and _is_run_of(folder / "train.json", config):
             return f"trained: {folder.name}", folder / "model"
         for bundled, place in bundled_models().items():
             if _is_run_of(Path(place) / "train.json", config):
@@ -217,5 +218,11 @@ def _is_run_of(path: Path, config: TrainConfig) -> bool:
     """Whether a run's file names this configuration; how often it was saved does not matter."""
     if not path.is_file():
         return False
-    found = TrainConfig.from_dict(json.loads(path.read_text()))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"experiment: {path} is not JSON ({error}); restore it, or remove its folder to train again"
+        ) from error
+    found = TrainConfig.from_dict(content)
     return dataclasses.replace(found, save_every=config.save_every, keep_every=config.keep_every) == config

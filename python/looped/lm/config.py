@@ -102,6 +102,8 @@ class LoopedGPT2Config(PretrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.get("model_type") == "gpt2":
+            raise ValueError("LoopedGPT2Config: this folder is a GPT-2; use LoopedGPT2.from_gpt2(folder)")
         check_names(kwargs)
         for name in ("auto_map", "model_type"):  # of a saved file; both are the class's own
             kwargs.pop(name, None)

@@ -35,6 +35,11 @@ def read_gpt2(
         who = f"from_gpt2: the {type(source).__name__}"
         model = from_state_dict(who, state, fields, declared=told, allow_extra=False)
     else:
+        if isinstance(source, str | os.PathLike) and not Path(source).exists():
+            raise FileNotFoundError(
+                f"from_gpt2: there is no file or folder {source}, and names of the hub are not downloaded; pass a folder, or "
+                f"GPT2LMHeadModel.from_pretrained({str(source)!r})"
+            )
         model = load_checkpoint(source, **fields)
         folder = Path(source) if isinstance(source, str | os.PathLike) else Path()
         if not isinstance(source, Mapping) and folder.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -53,8 +54,9 @@ def add_to(main: click.Group) -> None:
 def _value_of(text: str, name: str) -> Any:
     try:
         return json.loads(text if text.startswith("[") or "," not in text else f"[{text}]")
-    except json.JSONDecodeError:
-        raise click.UsageError(f"--set {name} takes a number, a list 5,3,9 or a matrix [[1,2],[3,4]], got {text!r}") from None
+    except (ValueError, RecursionError):  # no JSON, more than 4,300 digits, or brackets within a thousand brackets
+        shown = repr(text) if len(text) <= 100 else f"{text[:60]!r}... ({len(text):,} characters)"
+        raise click.UsageError(f"--set {name} takes a number, a list 5,3,9 or a matrix [[1,2],[3,4]], got {shown}") from None
 
 
 def _load(
@@ -137,18 +139,26 @@ def _machine_without_program(kind: str, options: Options) -> Any:
     """A machine of given sizes."""
     import torch
 
-    from looped.programs.fleq import FleqMachine
+    from looped.programs.addresses import bits_for
+    from looped.programs.fleq import FleqMachine, least_tokens
     from looped.programs.subleq import SubleqMachine
 
     _refuse_others(kind, options)
     more: Options = {"dtype": getattr(torch, options["dtype"])}
     if options["lam"] is not None:
         more["lam"] = options["lam"]
-    address_bits = options["address_bits"] or 6
     if kind == "subleq":
-        return SubleqMachine(options["bits"] or 16, address_bits, n_layers=int(options["layers"] or 9), **more)
-    names = [name.strip() for name in (options["functions"] or "mm,add,sub").split(",")]
-    return FleqMachine(options["width"] or 4, address_bits, blocks=_blocks(names, options), **more)
+        return SubleqMachine(options["bits"] or 16, options["address_bits"] or 6, n_layers=int(options["layers"] or 9), **more)
+    functions = "mm,add,sub" if options["functions"] is None else options["functions"]
+    names, width = [name.strip() for name in functions.split(",")], options["width"] or 4
+    needed = bits_for(least_tokens(width))
+    address_bits = options["address_bits"] or max(6, needed)
+    if address_bits < needed:
+        raise click.UsageError(
+            f"--address-bits {address_bits} tells {2**address_bits} tokens apart, and the shortest program at "
+            f"--width {width} has {least_tokens(width)}; give at least {needed}"
+        )
+    return FleqMachine(width, address_bits, blocks=_blocks(names, options), **more)
 
 
 def _check_picture(path: Path | None) -> None:
@@ -260,6 +270,8 @@ def verify_command(
     """Run programs beside a plain interpreter, loop by loop, and show the first difference. Exits with 1 where there is one."""
     from looped.programs.verification import verify
 
+    if tolerance is not None and math.isnan(tolerance):
+        raise click.UsageError("--tolerance nan is no number; give one of at least 0")
     programs = _load(files, fields=fields, formula=formula, wrap=wrap)
     machine = _machine(programs, options)
     results = []
@@ -286,7 +298,9 @@ def verify_command(
 @click.option(
     "--functions", metavar="LIST", help="Without a program, FLEQ: of mm,emul,perc,add,sub,inv,sqrt,sig; default mm,add,sub."
 )
-@click.option("--address-bits", type=click.IntRange(2, 20), help="Without a program: of positions; default 6.")
+@click.option(
+    "--address-bits", type=click.IntRange(2, 20), help="Without a program: of positions; default 6, or as --width needs."
+)
 @click.option("--json", "as_json", is_flag=True)
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw a command of one program on its way through the layers.")
 @click.option("--loop", type=click.IntRange(min=1), help="With --picture: which loop; default 1.")

@@ -82,6 +82,11 @@ class Blocks:
             raise ValueError(f"Blocks: a name stands twice in {', '.join(self.names)}")
 
 
+def least_tokens(width: int) -> int:
+    """Tokens of the shortest program at a width: the machine's own, the constants 0 and 1, a command, and the end."""
+    return width + 2 + 2 + 2
+
+
 class FleqMachine:
     """A FLEQ computer as an ordinary `LoopedTransformer`.
 
