@@ -9,6 +9,7 @@ import pytest
 import torch
 from language_models import contracting_lm, left_padded, looped_lm, pair, prompts
 from tolerances import FP32, FP64
+from torch.overrides import TorchFunctionMode
 
 from looped.exits import Absolute
 from looped.lm import CachePolicy
@@ -428,6 +429,35 @@ def test_a_first_call_that_failed_leaves_an_empty_cache(n_done):
     hook.remove()
     ids = prompts(3, 5)
     assert (model(ids, n_loops=7, cache=cache).logits - model(ids, n_loops=7).logits).abs().max() <= FP32
+
+
+class NoMemory(TorchFunctionMode):
+    """The n-th call of a function of PyTorch, from 0, finds no memory."""
+
+    def __init__(self, name, n, error=MemoryError):
+        super().__init__()
+        self.name, self.n, self.error = name, n, error
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == self.name:
+            self.n -= 1
+            if self.n < 0:
+                raise self.error(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("n_done", [0, 1, 2, 3, 5])
+def test_no_memory_for_deeper_slots_leaves_the_cache_as_it_was(n_done, error):
+    """Two layers and two more loops: eight clones."""
+    model, new = looped_lm(n_core=2), prompts(1, 3, seed=7)
+    cache = model.make_cache()
+    model(prompts(1, 6), cache=cache, n_loops=4)
+    expected = model(new, cache=copy.deepcopy(cache), n_loops=6).logits
+    with pytest.raises(error), NoMemory("clone", n_done, error):
+        model(new, cache=cache, n_loops=6)
+    assert torch.equal(model(new, cache=cache, n_loops=6).logits, expected)
 
 
 @torch.no_grad()

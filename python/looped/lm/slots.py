@@ -77,10 +77,12 @@ class Slots:
         if (part, n_slots - 1, 0) in self.pairs:
             return
         have = self.n_loops(part)
+        new = {}  # all or none: a slot of some layers would count as one of all
         for slot in range(have, n_slots if have else 0):
             for layer in range(n_layers):
                 keys, values = self.pairs[part, have - 1, layer]
-                self.pairs[part, slot, layer] = keys.clone(), values.clone()
+                new[part, slot, layer] = keys.clone(), values.clone()
+        self.pairs |= new
 
     def clear(self, chunk: Chunk) -> None:
         """Zeros at the chunk's places: attention gives what lies behind a row's tokens no weight, but 0 * NaN is NaN."""
