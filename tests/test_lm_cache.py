@@ -461,6 +461,22 @@ def test_no_memory_for_deeper_slots_leaves_the_cache_as_it_was(n_done, error):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("n_done", [0, 1, 5, 16])
+def test_no_memory_to_reorder_rows_leaves_the_cache_as_it_was(n_done):
+    """The last states and the keys and values of two layers and four loops: 17 selections."""
+    model, new = looped_lm(n_core=2), prompts(2, 2, seed=7)
+    cache = model.make_cache()
+    model(prompts(2, 5), cache=cache)
+    expected = model(new, cache=copy.deepcopy(cache), warm_start=True).logits
+    with pytest.raises(MemoryError), NoMemory("index_select", n_done):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(model(new, cache=copy.deepcopy(cache), warm_start=True).logits, expected)
+    with pytest.raises(MemoryError), NoMemory("__getitem__", n_done % 2):
+        cache.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(model(new, cache=cache, warm_start=True).logits, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "cpu"])
 def test_rows_that_a_cache_does_not_have_are_named(backend):
     model = looped_lm()

@@ -103,9 +103,10 @@ class LoopedCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
         if self.batch_size:
+            rows = beam_idx.to(self.own.device).clamp(0, self.batch_size - 1)  # the session names rows that do not exist
+            own, n_loops = self.own[rows], self.n_loops[rows]
             self.session.select(beam_idx)
-            rows = beam_idx.to(self.own.device)
-            self.own, self.n_loops = self.own[rows], self.n_loops[rows]
+            self.own, self.n_loops = own, n_loops
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, copies side by side."""

@@ -256,12 +256,12 @@ class EagerSession:
         if missing := [row for row in numbers if not 0 <= row < n_rows]:
             raise ValueError(f"select: there is no row {missing[0]} among {n_rows}")
         self._drop_drafts()
+        last, has_last, lengths = self.last_state, self._has_last, [self._lengths[row] for row in numbers]
+        if last is not None:
+            last, has_last = last.index_select(0, rows.to(last.device)), [has_last[row] for row in numbers]
+        self.slots.select(rows)  # what can fail comes before what changes
         self._keys.select()
-        self._lengths = [self._lengths[row] for row in numbers]
-        self.slots.select(rows)
-        if self.last_state is not None:
-            self._has_last = [self._has_last[row] for row in numbers]
-            self.last_state = self.last_state.index_select(0, rows.to(self.last_state.device))
+        self._lengths, self.last_state, self._has_last = lengths, last, has_last
 
     def copy(self) -> EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)

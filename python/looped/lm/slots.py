@@ -92,11 +92,11 @@ class Slots:
             self.pairs[name] = _put(keys, zeros, chunk), _put(values, zeros, chunk)
 
     def select(self, rows: Tensor) -> None:
-        for name, pair in self.pairs.items():
-            self.pairs[name] = (
-                pair[0].index_select(0, rows.to(pair[0].device)),
-                pair[1].index_select(0, rows.to(pair[1].device)),
-            )
+        """Row i becomes what row rows[i] was; nothing is changed where that fails."""
+        self.pairs = {
+            name: (keys.index_select(0, rows.to(keys.device)), values.index_select(0, rows.to(values.device)))
+            for name, (keys, values) in self.pairs.items()
+        }
 
     def copy(self) -> Slots:
         slots = Slots(self.policy)
