@@ -397,6 +397,30 @@ def test_an_interrupt_after_the_work_of_a_call_leaves_its_cache_as_it_was(backen
     assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("n_before", [0, 4])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+@pytest.mark.parametrize("where", ["head_of", "next_token_loss", "LoopedOutput"])
+def test_a_head_that_failed_leaves_its_cache_as_it_was(backend, n_before, error, where, monkeypatch):
+    """The head, the loss and the output come after the session's work; a call that failed in them can be made again."""
+    model, ids = looped_lm(n_loops=3), prompts(2, 7)
+    cache = model.make_cache(backend=backend)
+    if n_before:
+        model(ids[:, :n_before], cache=cache)
+
+    def fail(*args, **kwargs):
+        raise error("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"looped.lm.model.{where}", fail)
+        with pytest.raises(error, match="no memory"):
+            model(ids[:, n_before:], labels=ids[:, n_before:], cache=cache)
+    assert cache.get_seq_length() == n_before
+    assert cache.session.lengths in ([n_before] * 2, [])
+    assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
+
+
 def test_a_session_at_work_for_another_thread_is_not_settled(monkeypatch):
     """The call that came in between is refused, and the other one's session is left alone."""
     model, ids = looped_lm(n_loops=3), prompts(2, 5)
