@@ -421,6 +421,40 @@ def test_a_head_that_failed_leaves_its_cache_as_it_was(backend, n_before, error,
     assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+@pytest.mark.parametrize("then", ["nothing", "copy", "reorder", "crop", "fail again"])
+def test_what_a_failed_call_wrote_is_not_read(error, then):
+    """The first row of the call is NaN; later a longer call of the second row passes over the places behind the first."""
+    model, new = looped_lm(n_core=2), prompts(2, 5, seed=7)
+    mask = torch.tensor([[1] * 5 + [0] * 4, [1] * 9])
+    cache = model.make_cache()
+    model(prompts(2, 4), cache=cache)
+    kept = copy.deepcopy(cache)
+
+    def fail(module, inputs, output):
+        raise error("no memory")
+
+    hook = model.transformer.core[1].mlp.register_forward_hook(fail)
+    for n_tokens in (5, 2) if then == "fail again" else (5,):
+        embeds = torch.randn(2, n_tokens, 32)
+        embeds[0] = math.nan
+        with pytest.raises(error, match="no memory"):
+            model(inputs_embeds=embeds, cache=cache)
+    hook.remove()
+    if then == "copy":
+        cache = copy.deepcopy(cache)
+    for each in (cache, kept):
+        if then == "reorder":
+            each.reorder_cache(torch.tensor([0, 0]))
+        if then == "crop":
+            each.crop(-1)
+    mask = mask[:, : cache.get_seq_length() + 5]
+    expected = model(new, attention_mask=mask, cache=kept).logits
+    assert torch.equal(model(new, attention_mask=mask, cache=cache).logits, expected)
+    assert expected.isfinite().all()
+
+
 def test_a_session_at_work_for_another_thread_is_not_settled(monkeypatch):
     """The call that came in between is refused, and the other one's session is left alone."""
     model, ids = looped_lm(n_loops=3), prompts(2, 5)
