@@ -11,7 +11,7 @@ from language_models import contracting_lm, left_padded, looped_lm, pair, prompt
 from tolerances import FP32, FP64
 from torch.overrides import TorchFunctionMode
 
-from looped.exits import Absolute
+from looped.exits import Absolute, Fixed
 from looped.lm import CachePolicy
 from looped.lm.model import CACHE_NAME
 from looped.lm.policy import POLICIES
@@ -453,6 +453,67 @@ def test_what_a_failed_call_wrote_is_not_read(error, then):
     expected = model(new, attention_mask=mask, cache=kept).logits
     assert torch.equal(model(new, attention_mask=mask, cache=cache).logits, expected)
     assert expected.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("where", ["in the session", "after it"])
+def test_a_warm_start_after_a_failed_call_is_warm(backend, where, monkeypatch):
+    model, new = looped_lm(n_loops=3), prompts(2, 3, seed=7)
+    mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])  # the second row has no new token
+    cache = model.make_cache(backend=backend)
+    model(prompts(2, 3), cache=cache)
+    model(prompts(2, 2, seed=1), cache=cache, warm_start=True)
+    kept = copy.deepcopy(cache)
+    expected = model(new, cache=copy.deepcopy(kept), warm_start=True).logits
+    cold = model(new, cache=copy.deepcopy(kept)).logits
+    assert (expected - cold).abs().max() > 1e-2
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for repeats in range(2):
+        with monkeypatch.context() as patch:
+            owner = cache.session if where == "in the session" else cache
+            patch.setattr(owner, "extend" if where == "in the session" else "append", fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompts(2, 3, seed=9), attention_mask=mask if repeats else None, cache=cache, warm_start=True)
+        assert cache.session.lengths == [5, 5]
+        again = model(new, cache=copy.deepcopy(cache), warm_start=True).logits
+        assert torch.equal(again, expected)
+    if backend == "eager":  # a call that is cold is taken back as well
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "append", fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompts(2, 3, seed=9), cache=cache)
+        assert torch.equal(model(new, cache=copy.deepcopy(cache), warm_start=True).logits, expected)
+    for each in (cache, kept):
+        each.crop(-1)
+    again, expected = (model(new, cache=each, warm_start=True).logits for each in (cache, kept))
+    assert torch.equal(again, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_what_is_taken_back_is_the_last_call_and_nothing_else(backend):
+    model, embeds = looped_lm(n_loops=3), torch.randn(4, 32)
+    session = model.make_cache(backend=backend).session
+    how = dict(n_loops=3, rule=Fixed(), warm_start=True)
+    session.extend(embeds, [4], **how)
+    warm = session.copy().extend(embeds, [4], **how).hidden
+    cropped = session.copy()
+    cropped.crop([1])
+    shorter = cropped.extend(embeds, [4], **how).hidden
+    session.extend(embeds, [4], **how)
+    other = session.copy()
+    other.extend(embeds, [4], **how)
+    other.take_back([4])
+    other.select(torch.tensor([0]))
+    other.take_back([5])  # more than one call: a crop
+    assert other.lengths == [3]
+    assert torch.equal(other.extend(embeds, [4], **how).hidden, shorter)
+    session.take_back([4])
+    assert torch.equal(session.extend(embeds, [4], **how).hidden, warm)
 
 
 def test_a_session_at_work_for_another_thread_is_not_settled(monkeypatch):

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from looped.lm.session import DecodeSession
+from looped.lm.session import DecodeSession, take_back
 
 # transformers renamed past_key_values on the way; outputs and calls of generate use whichever name this version has.
 CACHE_NAME = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
@@ -50,7 +50,7 @@ class LoopedCache(Cache):
             return
         surplus = [length - n for length, n in zip(self.session.lengths, self.own.sum(1).tolist(), strict=True)]
         if any(surplus):
-            self.session.crop(surplus)
+            take_back(self.session, surplus)
 
     # What generate asks -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,15 @@ from looped.lm.run import Draft, Run
 from looped.lm.session import SESSIONS
 from looped.lm.slots import Slots
 from looped.model import Block, LoopedTransformer
+
+
+class _Before(NamedTuple):
+    """What a session had before an extend, beside the slots."""
+
+    lengths: list[int]
+    last_state: Tensor | None
+    has_last: list[bool]
+    keys: CachedKeys
 
 
 class EagerSession:
@@ -36,6 +46,7 @@ class EagerSession:
         self._has_last: list[bool] = []  # which rows have one
         self._lengths: list[int] = []
         self._keys = CachedKeys(self.model.config.n_coda > 0)
+        self._before: _Before | None = None  # the last extend, where nothing has changed since
         self._drafts: list[Draft] = []
         self._behind: list[int] = []  # places behind each row's tokens that drafts and calls that failed may have written
 
@@ -248,7 +259,9 @@ class EagerSession:
             had = has_last or [False] * chunk.n_rows
             has_last = [had_one or count > 0 for had_one, count in zip(had, chunk.counts, strict=True)]
         lengths = [start + count for start, count in zip(chunk.starts, chunk.counts, strict=True)]
+        before = _Before(chunk.starts, self.last_state, self._has_last, self._keys)
         self._keys, self.last_state, self._has_last, self._lengths, self._behind = keys, last, has_last, lengths, []
+        self._before = before
 
     # Rows -------------------------------------------------------------------------------------------------------------
 
@@ -259,7 +272,13 @@ class EagerSession:
         self.slots.clear(Chunk(lengths, n_tokens, device))
         self._lengths = lengths
         self._keys.crop(lengths)
-        self.last_state, self._has_last = None, []
+        self.last_state, self._has_last, self._before = None, [], None
+
+    def take_back(self, n_tokens: Sequence[int]) -> None:
+        before = self._before
+        self.crop(n_tokens)
+        if before is not None and before.lengths == self._lengths:
+            _, self.last_state, self._has_last, self._keys = before
 
     def select(self, rows: Tensor) -> None:
         numbers, n_rows = rows.tolist(), len(self._lengths)
@@ -271,7 +290,7 @@ class EagerSession:
             last, has_last = last.index_select(0, rows.to(last.device)), [has_last[row] for row in numbers]
         self.slots.select(rows)  # what can fail comes before what changes
         self._keys.select()
-        self._lengths, self.last_state, self._has_last = lengths, last, has_last
+        self._lengths, self.last_state, self._has_last, self._before = lengths, last, has_last, None
 
     def copy(self) -> EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)
