@@ -9,8 +9,9 @@ import pytest
 import torch
 from language_models import contracting_lm, left_padded, looped_lm, pair, prompts
 from tolerances import FP32, FP64
+from torch.overrides import TorchFunctionMode
 
-from looped.exits import Absolute
+from looped.exits import Absolute, Fixed
 from looped.lm import CachePolicy
 from looped.lm.model import CACHE_NAME
 from looped.lm.policy import POLICIES
@@ -396,6 +397,125 @@ def test_an_interrupt_after_the_work_of_a_call_leaves_its_cache_as_it_was(backen
     assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("n_before", [0, 4])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+@pytest.mark.parametrize("where", ["head_of", "next_token_loss", "LoopedOutput"])
+def test_a_head_that_failed_leaves_its_cache_as_it_was(backend, n_before, error, where, monkeypatch):
+    """The head, the loss and the output come after the session's work; a call that failed in them can be made again."""
+    model, ids = looped_lm(n_loops=3), prompts(2, 7)
+    cache = model.make_cache(backend=backend)
+    if n_before:
+        model(ids[:, :n_before], cache=cache)
+
+    def fail(*args, **kwargs):
+        raise error("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"looped.lm.model.{where}", fail)
+        with pytest.raises(error, match="no memory"):
+            model(ids[:, n_before:], labels=ids[:, n_before:], cache=cache)
+    assert cache.get_seq_length() == n_before
+    assert cache.session.lengths in ([n_before] * 2, [])
+    assert (model(ids[:, n_before:], cache=cache).logits - model(ids).logits[:, n_before:]).abs().max() <= FP32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
+@pytest.mark.parametrize("then", ["nothing", "copy", "reorder", "crop", "fail again"])
+def test_what_a_failed_call_wrote_is_not_read(error, then):
+    """The first row of the call is NaN; later a longer call of the second row passes over the places behind the first."""
+    model, new = looped_lm(n_core=2), prompts(2, 5, seed=7)
+    mask = torch.tensor([[1] * 5 + [0] * 4, [1] * 9])
+    cache = model.make_cache()
+    model(prompts(2, 4), cache=cache)
+    kept = copy.deepcopy(cache)
+
+    def fail(module, inputs, output):
+        raise error("no memory")
+
+    hook = model.transformer.core[1].mlp.register_forward_hook(fail)
+    for n_tokens in (5, 2) if then == "fail again" else (5,):
+        embeds = torch.randn(2, n_tokens, 32)
+        embeds[0] = math.nan
+        with pytest.raises(error, match="no memory"):
+            model(inputs_embeds=embeds, cache=cache)
+    hook.remove()
+    if then == "copy":
+        cache = copy.deepcopy(cache)
+    for each in (cache, kept):
+        if then == "reorder":
+            each.reorder_cache(torch.tensor([0, 0]))
+        if then == "crop":
+            each.crop(-1)
+    mask = mask[:, : cache.get_seq_length() + 5]
+    expected = model(new, attention_mask=mask, cache=kept).logits
+    assert torch.equal(model(new, attention_mask=mask, cache=cache).logits, expected)
+    assert expected.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("where", ["in the session", "after it"])
+def test_a_warm_start_after_a_failed_call_is_warm(backend, where, monkeypatch):
+    model, new = looped_lm(n_loops=3), prompts(2, 3, seed=7)
+    mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])  # the second row has no new token
+    cache = model.make_cache(backend=backend)
+    model(prompts(2, 3), cache=cache)
+    model(prompts(2, 2, seed=1), cache=cache, warm_start=True)
+    kept = copy.deepcopy(cache)
+    expected = model(new, cache=copy.deepcopy(kept), warm_start=True).logits
+    cold = model(new, cache=copy.deepcopy(kept)).logits
+    assert (expected - cold).abs().max() > 1e-2
+
+    def fail(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for repeats in range(2):
+        with monkeypatch.context() as patch:
+            owner = cache.session if where == "in the session" else cache
+            patch.setattr(owner, "extend" if where == "in the session" else "append", fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompts(2, 3, seed=9), attention_mask=mask if repeats else None, cache=cache, warm_start=True)
+        assert cache.session.lengths == [5, 5]
+        again = model(new, cache=copy.deepcopy(cache), warm_start=True).logits
+        assert torch.equal(again, expected)
+    if backend == "eager":  # a call that is cold is taken back as well
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "append", fail)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompts(2, 3, seed=9), cache=cache)
+        assert torch.equal(model(new, cache=copy.deepcopy(cache), warm_start=True).logits, expected)
+    for each in (cache, kept):
+        each.crop(-1)
+    again, expected = (model(new, cache=each, warm_start=True).logits for each in (cache, kept))
+    assert torch.equal(again, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+def test_what_is_taken_back_is_the_last_call_and_nothing_else(backend):
+    model, embeds = looped_lm(n_loops=3), torch.randn(4, 32)
+    session = model.make_cache(backend=backend).session
+    how = dict(n_loops=3, rule=Fixed(), warm_start=True)
+    session.extend(embeds, [4], **how)
+    warm = session.copy().extend(embeds, [4], **how).hidden
+    cropped = session.copy()
+    cropped.crop([1])
+    shorter = cropped.extend(embeds, [4], **how).hidden
+    session.extend(embeds, [4], **how)
+    other = session.copy()
+    other.extend(embeds, [4], **how)
+    other.take_back([4])
+    other.select(torch.tensor([0]))
+    other.take_back([5])  # more than one call: a crop
+    assert other.lengths == [3]
+    assert torch.equal(other.extend(embeds, [4], **how).hidden, shorter)
+    session.take_back([4])
+    assert torch.equal(session.extend(embeds, [4], **how).hidden, warm)
+
+
 def test_a_session_at_work_for_another_thread_is_not_settled(monkeypatch):
     """The call that came in between is refused, and the other one's session is left alone."""
     model, ids = looped_lm(n_loops=3), prompts(2, 5)
@@ -428,6 +548,51 @@ def test_a_first_call_that_failed_leaves_an_empty_cache(n_done):
     hook.remove()
     ids = prompts(3, 5)
     assert (model(ids, n_loops=7, cache=cache).logits - model(ids, n_loops=7).logits).abs().max() <= FP32
+
+
+class NoMemory(TorchFunctionMode):
+    """The n-th call of a function of PyTorch, from 0, finds no memory."""
+
+    def __init__(self, name, n, error=MemoryError):
+        super().__init__()
+        self.name, self.n, self.error = name, n, error
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == self.name:
+            self.n -= 1
+            if self.n < 0:
+                raise self.error(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("n_done", [0, 1, 2, 3, 5])
+def test_no_memory_for_deeper_slots_leaves_the_cache_as_it_was(n_done, error):
+    """Two layers and two more loops: eight clones."""
+    model, new = looped_lm(n_core=2), prompts(1, 3, seed=7)
+    cache = model.make_cache()
+    model(prompts(1, 6), cache=cache, n_loops=4)
+    expected = model(new, cache=copy.deepcopy(cache), n_loops=6).logits
+    with pytest.raises(error), NoMemory("clone", n_done, error):
+        model(new, cache=cache, n_loops=6)
+    assert torch.equal(model(new, cache=cache, n_loops=6).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n_done", [0, 1, 5, 16])
+def test_no_memory_to_reorder_rows_leaves_the_cache_as_it_was(n_done):
+    """The last states and the keys and values of two layers and four loops: 17 selections."""
+    model, new = looped_lm(n_core=2), prompts(2, 2, seed=7)
+    cache = model.make_cache()
+    model(prompts(2, 5), cache=cache)
+    expected = model(new, cache=copy.deepcopy(cache), warm_start=True).logits
+    with pytest.raises(MemoryError), NoMemory("index_select", n_done):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(model(new, cache=copy.deepcopy(cache), warm_start=True).logits, expected)
+    with pytest.raises(MemoryError), NoMemory("__getitem__", n_done % 2):
+        cache.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(model(new, cache=cache, warm_start=True).logits, expected)
 
 
 @torch.no_grad()

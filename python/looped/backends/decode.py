@@ -105,6 +105,7 @@ class CpuSession:
     def reset(self) -> None:
         """Forget all rows."""
         self._session: Any = None
+        self._before: tuple[Any, CachedKeys] | None = None  # the session and its keys before the last extend, if that was warm
         self._keys = CachedKeys(self.model.config.n_coda > 0)
 
     @property
@@ -144,6 +145,8 @@ class CpuSession:
             self._begin(len(starts))
         values = rule_values(rule, n_loops, embeds.dtype)
         self._keys.check(rule, n_loops, has_tokens=any(starts))
+        self._before = None  # its pages would be copied when written
+        before = (self._session.copy(), dataclasses.replace(self._keys)) if warm_start and any(starts) else None
         out = self._session.extend(
             embeds.detach().contiguous().numpy(),
             list(lengths),
@@ -153,6 +156,7 @@ class CpuSession:
             n_threads=thread_count(),
         )
         self._keys.add(rule, n_loops, len(embeds), starts=starts)
+        self._before = before
         states = [torch.from_numpy(state) for state in out["states"]] if return_states else None
         return Extension(torch.from_numpy(out["hidden"]), torch.from_numpy(out["n_loops"]), states)
 
@@ -163,13 +167,25 @@ class CpuSession:
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def crop(self, n_tokens: Sequence[int]) -> None:
-        """Forget the last n_tokens[b] tokens of row b."""
+        """Forget the last n_tokens[b] tokens of row b, and every row's last state for warm starts."""
+        self._before = None
         if self._session is not None or len(n_tokens):
             self._made().crop(list(n_tokens))
             self._keys.crop(self.lengths)
 
+    def take_back(self, n_tokens: Sequence[int]) -> None:
+        """`crop`, and where these are all tokens of the last `extend` and that had warm_start, the rows have their last states
+        from before it. After another `extend` they have none: the next warm start is a cold one.
+        """
+        lengths, before = [length - n for length, n in zip(self.lengths, n_tokens, strict=True)], self._before
+        if before is not None and before[0].lengths == lengths:
+            (self._session, self._keys), self._before = before, None
+        else:
+            self.crop(n_tokens)
+
     def select(self, rows: Tensor) -> None:
         """New row i is what row rows[i] was (int64): reorders for beams, repeats and drops rows."""
+        self._before = None
         self._made().select(rows.tolist())
         self._keys.select()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from looped.lm.session import DecodeSession
+from looped.lm.session import DecodeSession, take_back
 
 # transformers renamed past_key_values on the way; outputs and calls of generate use whichever name this version has.
 CACHE_NAME = next(f.name for f in dataclasses.fields(CausalLMOutputWithPast) if f.name in ("cache", "past_key_values"))
@@ -50,7 +50,7 @@ class LoopedCache(Cache):
             return
         surplus = [length - n for length, n in zip(self.session.lengths, self.own.sum(1).tolist(), strict=True)]
         if any(surplus):
-            self.session.crop(surplus)
+            take_back(self.session, surplus)
 
     # What generate asks -----------------------------------------------------------------------------------------------
 
@@ -103,9 +103,10 @@ class LoopedCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
         if self.batch_size:
+            rows = beam_idx.to(self.own.device).clamp(0, self.batch_size - 1)  # the session names rows that do not exist
+            own, n_loops = self.own[rows], self.n_loops[rows]
             self.session.select(beam_idx)
-            rows = beam_idx.to(self.own.device)
-            self.own, self.n_loops = self.own[rows], self.n_loops[rows]
+            self.own, self.n_loops = own, n_loops
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, copies side by side."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,15 @@ from looped.lm.run import Draft, Run
 from looped.lm.session import SESSIONS
 from looped.lm.slots import Slots
 from looped.model import Block, LoopedTransformer
+
+
+class _Before(NamedTuple):
+    """What a session had before an extend, beside the slots."""
+
+    lengths: list[int]
+    last_state: Tensor | None
+    has_last: list[bool]
+    keys: CachedKeys
 
 
 class EagerSession:
@@ -36,7 +46,9 @@ class EagerSession:
         self._has_last: list[bool] = []  # which rows have one
         self._lengths: list[int] = []
         self._keys = CachedKeys(self.model.config.n_coda > 0)
+        self._before: _Before | None = None  # the last extend, where nothing has changed since
         self._drafts: list[Draft] = []
+        self._behind: list[int] = []  # places behind each row's tokens that drafts and calls that failed may have written
 
     @property
     def lengths(self) -> list[int]:
@@ -58,14 +70,14 @@ class EagerSession:
         chunk = Chunk(starts, lengths, embeds.device)
         run = None if warm_start or return_states else self._resumed(embeds, positions, chunk, n_loops, rule)
         if run is None:
-            self._drop_drafts()
-            run = self._begun(embeds, positions, chunk, rule, warm_start, return_states)
+            self._clear_behind()
+        self._drafts, self._behind = [], chunk.counts
+        run = run or self._begun(embeds, positions, chunk, rule, warm_start, return_states)
         self._iterate(run, n_loops, rule)
         self._fill(run)
         run.finish(n_loops)
         hidden = self._close(run.final, "coda", 0, chunk)
         self._note(run.final, chunk, rule, n_loops)
-        self._drafts = []
         return Extension(hidden, run.n_loops, run.states)
 
     def draft(self, embeds: Tensor, *, n_loops: int, rule: ExitRule, positions: Tensor | None = None) -> Extension:
@@ -77,9 +89,14 @@ class EagerSession:
 
     # Drafts -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def _n_drafted(self) -> int:
+        return sum(draft.run.chunk.n_tokens for draft in self._drafts)
+
     def _draft(self, embeds: Tensor, positions: Tensor | None, n_loops: int, rule: ExitRule) -> Run:
-        start = self._lengths[0] + sum(draft.run.chunk.n_tokens for draft in self._drafts)
-        chunk = Chunk([start], [len(embeds)], embeds.device)
+        n_drafted = self._n_drafted
+        chunk = Chunk([self._lengths[0] + n_drafted], [len(embeds)], embeds.device)
+        self._behind = [max(sum(self._behind), n_drafted + len(embeds))]
         run = self._begun(embeds, positions, chunk, rule, False, False)
         self._iterate(run, n_loops, rule)
         self._fill(run, n_loops)
@@ -90,6 +107,8 @@ class EagerSession:
         """The new tokens after the loops that drafts ran, where these are drafts of them; else None."""
         drafts = self._drafts
         if not drafts or len(chunk.counts) != 1 or drafts[0].n_loops > n_loops or embeds.requires_grad:
+            return None
+        if sum(self._behind) != self._n_drafted:  # a draft has failed
             return None
         done = 0
         for draft in drafts:
@@ -103,12 +122,12 @@ class EagerSession:
         self.slots.begin()
         return Run.joined([draft.run for draft in drafts], chunk, drafts[0].n_loops)
 
-    def _drop_drafts(self) -> None:
-        """Forget drafts; what they wrote goes too, for it may be NaN."""
-        if self._drafts:
-            n_tokens = sum(draft.run.chunk.n_tokens for draft in self._drafts)
-            self.slots.clear(Chunk(self._lengths, [n_tokens], self._drafts[0].embeds.device))
-            self._drafts = []
+    def _clear_behind(self) -> None:
+        """Forget drafts. What they and calls that failed wrote goes too, for it may be NaN."""
+        self._drafts = []
+        if any(self._lengths) and any(self._behind):  # rows without a token begin with new slots
+            self.slots.clear(Chunk(self._lengths, self._behind, next(self.model.parameters()).device))
+        self._behind = []
 
     # The parts of a step ----------------------------------------------------------------------------------------------
 
@@ -229,46 +248,56 @@ class EagerSession:
             self.slots.carry(part, t, layer, chunk)
 
     def _note(self, final: Tensor, chunk: Chunk, rule: ExitRule, n_loops: int) -> None:
-        """Count the new tokens in."""
-        self._keys.add(rule, n_loops, chunk.n_tokens, starts=chunk.starts)
+        """Count the new tokens in, after everything that can fail."""
+        keys, last, has_last = dataclasses.replace(self._keys), self.last_state, self._has_last
+        keys.add(rule, n_loops, chunk.n_tokens, starts=chunk.starts)
         if chunk.n_tokens:
-            last = torch.tensor([max(end - 1, 0) for end in accumulate(chunk.counts)], device=final.device)
+            ends = torch.tensor([max(end - 1, 0) for end in accumulate(chunk.counts)], device=final.device)
             is_new = torch.tensor([count > 0 for count in chunk.counts], device=final.device)[:, None]
-            state = final.detach()[last]
-            self.last_state = state if self.last_state is None else torch.where(is_new, state, self.last_state)
-            had = self._has_last or [False] * chunk.n_rows
-            self._has_last = [had_one or count > 0 for had_one, count in zip(had, chunk.counts, strict=True)]
-        self._lengths = [start + count for start, count in zip(chunk.starts, chunk.counts, strict=True)]
+            state = final.detach()[ends]
+            last = state if last is None else torch.where(is_new, state, last)
+            had = has_last or [False] * chunk.n_rows
+            has_last = [had_one or count > 0 for had_one, count in zip(had, chunk.counts, strict=True)]
+        lengths = [start + count for start, count in zip(chunk.starts, chunk.counts, strict=True)]
+        before = _Before(chunk.starts, self.last_state, self._has_last, self._keys)
+        self._keys, self.last_state, self._has_last, self._lengths, self._behind = keys, last, has_last, lengths, []
+        self._before = before
 
     # Rows -------------------------------------------------------------------------------------------------------------
 
     def crop(self, n_tokens: Sequence[int]) -> None:
-        self._drop_drafts()
+        self._clear_behind()
         lengths = [length - n for length, n in zip(self._lengths, n_tokens, strict=True)]
         device = next(self.model.parameters()).device
         self.slots.clear(Chunk(lengths, n_tokens, device))
         self._lengths = lengths
         self._keys.crop(lengths)
-        self.last_state, self._has_last = None, []
+        self.last_state, self._has_last, self._before = None, [], None
+
+    def take_back(self, n_tokens: Sequence[int]) -> None:
+        before = self._before
+        self.crop(n_tokens)
+        if before is not None and before.lengths == self._lengths:
+            _, self.last_state, self._has_last, self._keys = before
 
     def select(self, rows: Tensor) -> None:
         numbers, n_rows = rows.tolist(), len(self._lengths)
         if missing := [row for row in numbers if not 0 <= row < n_rows]:
             raise ValueError(f"select: there is no row {missing[0]} among {n_rows}")
-        self._drop_drafts()
+        self._clear_behind()
+        last, has_last, lengths = self.last_state, self._has_last, [self._lengths[row] for row in numbers]
+        if last is not None:
+            last, has_last = last.index_select(0, rows.to(last.device)), [has_last[row] for row in numbers]
+        self.slots.select(rows)  # what can fail comes before what changes
         self._keys.select()
-        self._lengths = [self._lengths[row] for row in numbers]
-        self.slots.select(rows)
-        if self.last_state is not None:
-            self._has_last = [self._has_last[row] for row in numbers]
-            self.last_state = self.last_state.index_select(0, rows.to(self.last_state.device))
+        self._lengths, self.last_state, self._has_last, self._before = lengths, last, has_last, None
 
     def copy(self) -> EagerSession:
         session = EagerSession(self.model, self.policy, self.gate)
         session.slots = self.slots.copy()
         session.last_state = None if self.last_state is None else self.last_state.clone()
         session._has_last, session._lengths = list(self._has_last), list(self._lengths)
-        session._keys = dataclasses.replace(self._keys)
+        session._keys, session._behind = dataclasses.replace(self._keys), list(self._behind)
         return session
 
 

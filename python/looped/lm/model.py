@@ -214,22 +214,22 @@ class LoopedGPT2(PreTrainedModel, GenerationMixin):
         try:
             extension = cache.session.extend(embeds, columns.counts, **how)
             n_used = columns.unpacked(extension.n_loops)
-            cache.append(columns.own, n_used)
+            hidden = columns.unpacked(extension.hidden)
+            logits = head_of(cache.session, self.transformer)(hidden[:, to_read])
+            states = None
+            if extension.states is not None:
+                states = (*(columns.unpacked(state) for state in extension.states), hidden)
+            fields: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
+            fields |= {"loss": None if labels is None else next_token_loss(logits, labels), "logits": logits}
+            output = LoopedOutput(**fields, hidden_states=states, n_loops=n_used)
+            returned = output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+            cache.append(columns.own, n_used)  # after everything that can fail
         except BaseException as error:  # a signal's or a lack of memory, maybe after the session's work
             # A session that is at work for another thread says so by a RuntimeError, and is that thread's to settle.
             if extension is not None or not isinstance(error, RuntimeError):
                 cache.settle()
             raise
-
-        hidden = columns.unpacked(extension.hidden)
-        logits = head_of(cache.session, self.transformer)(hidden[:, to_read])
-        states = None
-        if extension.states is not None:
-            states = (*(columns.unpacked(state) for state in extension.states), hidden)
-        fields: dict[str, Any] = {CACHE_NAME: cache if use_cache else None}
-        fields |= {"loss": None if labels is None else next_token_loss(logits, labels), "logits": logits}
-        output = LoopedOutput(**fields, hidden_states=states, n_loops=n_used)
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return returned
 
     def make_cache(self, policy: str | None = None, *, backend: str | None = None) -> LoopedCache:
         """An empty cache. policy: a name of `looped.lm.policy`, default `config.cache_policy`. backend: default ``"eager"``."""

@@ -14,7 +14,7 @@ The semantics of an exit, normative for every engine
     call reads instead (looped.lm.policy); within one call all read loop min(t, u_i), but for modulo(N): a token that left
     shows, at t > u_i, the last of its loops that is t modulo N, in the same call as in later ones, because leaving copies
     nothing over loops that it ran.
-    warm_start: a row that was cropped starts cold until it has a token of its own.
+    warm_start: a row that was cropped starts cold until it has a token of its own. Taking a call back that failed is no crop.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ class DecodeSession(Protocol):
         """A session of the same model that goes on independently from here."""
 
 
+class ForgivingSession(DecodeSession, Protocol):
+    """A session that can be as it was before its last `extend`. Others crop, and a warm start after that is a cold one."""
+
+    def take_back(self, n_tokens: Sequence[int]) -> None:
+        """Forget the last n_tokens[b] tokens of row b. Where these are all tokens of the last `extend`, and nothing but
+        extending has been done since, the rows have their last states from before it."""
+
+
 class DraftingSession(DecodeSession, Protocol):
     """A session that computes tokens which may not stay, and goes on from them where they do: see `looped.lm.speculative`.
 
@@ -101,6 +109,12 @@ def head_of(session: DecodeSession, model: LoopedTransformer) -> Callable[[Tenso
     """Logits [..., V] of hidden states [..., C]: the session's own `head`, with packed weights, where it has one."""
     head: Callable[[Tensor], Tensor] = getattr(session, "head", model.head)
     return head
+
+
+def take_back(session: DecodeSession, n_tokens: Sequence[int]) -> None:
+    """Undo an `extend`: the session's own `take_back`, with the last states from before, where it has one; else `crop`."""
+    forget: Callable[[Sequence[int]], None] = getattr(session, "take_back", session.crop)
+    forget(n_tokens)
 
 
 # What a backend offers: a session for (model, policy, gate); gate is the exit gate, a Linear from C to 1, or None.

@@ -77,10 +77,12 @@ class Slots:
         if (part, n_slots - 1, 0) in self.pairs:
             return
         have = self.n_loops(part)
+        new = {}  # all or none: a slot of some layers would count as one of all
         for slot in range(have, n_slots if have else 0):
             for layer in range(n_layers):
                 keys, values = self.pairs[part, have - 1, layer]
-                self.pairs[part, slot, layer] = keys.clone(), values.clone()
+                new[part, slot, layer] = keys.clone(), values.clone()
+        self.pairs |= new
 
     def clear(self, chunk: Chunk) -> None:
         """Zeros at the chunk's places: attention gives what lies behind a row's tokens no weight, but 0 * NaN is NaN."""
@@ -90,11 +92,11 @@ class Slots:
             self.pairs[name] = _put(keys, zeros, chunk), _put(values, zeros, chunk)
 
     def select(self, rows: Tensor) -> None:
-        for name, pair in self.pairs.items():
-            self.pairs[name] = (
-                pair[0].index_select(0, rows.to(pair[0].device)),
-                pair[1].index_select(0, rows.to(pair[1].device)),
-            )
+        """Row i becomes what row rows[i] was; nothing is changed where that fails."""
+        self.pairs = {
+            name: (keys.index_select(0, rows.to(keys.device)), values.index_select(0, rows.to(values.device)))
+            for name, (keys, values) in self.pairs.items()
+        }
 
     def copy(self) -> Slots:
         slots = Slots(self.policy)
