@@ -581,6 +581,28 @@ def test_pytorch_can_be_kept_from_spinning_beside_a_session(monkeypatch):
     assert decode_backend.thread_count() == 3
 
 
+def test_a_thread_that_begins_beside_another_ones_loop_has_all_threads(monkeypatch):
+    """A thread that asks PyTorch for its number while that is 1 keeps the 1, so it is not asked."""
+    monkeypatch.setattr(cpu, "n_cores", lambda: 8)
+    torch.set_num_threads(3)
+    counts, is_out = [], threading.Event()
+
+    def other():
+        counts.append(cpu.thread_count())
+        assert is_out.wait(60)
+        counts.append(cpu.thread_count())
+
+    thread = threading.Thread(target=other)
+    with decode_backend.torch_on_one_thread():
+        thread.start()
+        while not counts and thread.is_alive():
+            thread.join(0.01)
+    is_out.set()
+    thread.join()
+    assert counts == [3, 3]
+    assert cpu.thread_count() == 3
+
+
 def test_two_threads_beside_each_other_leave_pytorch_its_threads(monkeypatch):
     """The second comes while the first is inside, and leaves after it."""
     monkeypatch.setattr(cpu, "thread_count", torch.get_num_threads)

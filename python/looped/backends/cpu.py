@@ -198,9 +198,22 @@ def packed(config: LoopedConfig, weights: Mapping[str, Tensor]) -> tuple[Any, in
         return known[1:]
 
 
+_set_aside: int | None = None  # torch's setting while `set_aside` holds
+
+
+def set_aside(n_threads: int | None) -> None:
+    """Count these threads instead of torch's setting, which is 1 for a while; None: torch's again."""
+    global _set_aside
+    _set_aside = n_threads
+
+
 def thread_count() -> int:
-    """torch's setting, and no more than the cores that this process may use."""
-    return max(1, min(torch.get_num_threads(), n_cores()))
+    """torch's setting, and no more than the cores that this process may use.
+
+    A thread that asks torch for the first time keeps what it then gets, so torch is not asked while its setting is set aside.
+    """
+    n_threads = _set_aside
+    return max(1, min(torch.get_num_threads() if n_threads is None else n_threads, n_cores()))
 
 
 def n_cores() -> int:

@@ -68,6 +68,7 @@ def torch_on_one_thread() -> Iterator[None]:
                 shared.of_torch, shared.of_sessions = n_threads, cpu.thread_count()
             shared.n_inside += 1
             is_inside = True
+            cpu.set_aside(shared.of_torch)
         _nesting.depth = depth + 1
         torch.set_num_threads(1)
         yield
@@ -78,6 +79,8 @@ def torch_on_one_thread() -> Iterator[None]:
                 shared.n_inside -= 1
                 if depth == 0:
                     torch.set_num_threads(shared.of_torch)
+                if shared.n_inside == 0:
+                    cpu.set_aside(None)
 
 
 def thread_count() -> int:
