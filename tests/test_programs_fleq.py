@@ -201,14 +201,17 @@ def test_power_iteration(dtype, how, error, backend, whole):
         assert np.abs(v * np.sign(v @ Q[:, 0]) - Q[:, 0]).max() < 1e-4
 
 
-# The median over five problems. Rounding, times kappa, is most of the error, so problems and backends differ by it.
-SGDS = [(F64, product("pair", 16, 4), 5.9e-11), (F32, product("pair", 6, 2), 2.8e-5)]
+SGDS = [(F64, product("pair", 16, 4), 2.3e-11), (F32, product("pair", 6, 2), 7.3e-6)]
+# Rounding, times kappa, is most of the error, so problems differ by it: the median over five, which is above that of the table.
+SGD_MEDIANS = {F64: 5.9e-11, F32: 2.8e-5}
 
 
 @IN_PART_AND_WHOLE
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize(("dtype", "how", "error"), SGDS)
-def test_linear_regression_by_sgd(dtype, how, error, backend, whole):
+def test_linear_regression_by_sgd(dtype, how, error, backend, whole, request):
+    if (backend, dtype, whole) == ("eager", F64, True):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="7.5e-11 on the first problem: 3.3 times the table's"))
     n_epochs = 20 if whole or backend == "cpu" else 2
     errors = []
     for seed in range(5 if whole else 1):
@@ -222,8 +225,9 @@ def test_linear_regression_by_sgd(dtype, how, error, backend, whole):
             for x in X:
                 plain -= 0.3 * (plain @ x - w @ x) * x
         assert np.abs(program.value("w", memory)[:, 0] - plain).max() < 1e-12
-    assert np.median(errors) < 1.5 * error
-    assert max(errors) < 4 * error
+    assert np.median(errors) < 1.5 * SGD_MEDIANS[dtype]
+    assert max(errors) < 4 * SGD_MEDIANS[dtype]
+    assert errors[0] < 3 * error
 
 
 XOR = np.array([[0, 0], [0, 1], [1, 0], [1, 1]]), np.array([0, 1, 1, 0])
