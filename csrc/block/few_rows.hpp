@@ -8,16 +8,21 @@
 
 namespace looped::block {
 
-// sum[r][2 p + c] = sum over k of a[r][k] times column c of panel p. A panel is [depth, 2 width].
-template <class V, int n_rows, int n_panels>
+struct FetchNothing {
+    void operator()(size_t) const {}
+};
+
+// sum[r][2 p + c] = sum over k of a[r][k] times column c of panel p. A panel is [depth, 2 width]. fetch_at(k) may fetch what comes next.
+template <class V, int n_rows, int n_panels, class Fetch = FetchNothing>
 LOOPED_INLINE void multiply_panels(const typename V::Scalar* a, size_t a_stride, const typename V::Scalar* const (&panels)[n_panels],
-                                   size_t depth, V (&sum)[n_rows][2 * n_panels]) {
+                                   size_t depth, V (&sum)[n_rows][2 * n_panels], const Fetch& fetch_at = {}) {
     using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
     simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
         simd::static_for<2 * n_panels>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::zero(); });
     });
     for (size_t k = 0; k < depth; ++k) {
+        fetch_at(k);
         V x[n_rows];
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) { x[r] = V::broadcast(a[size_t(r) * a_stride + k]); });
         simd::static_for<n_panels>([&](auto p) __attribute__((always_inline)) {
@@ -107,7 +112,7 @@ template <class V>
 void product_by_columns(const Product<typename V::Scalar>& job) noexcept {
     const size_t n = job.a.n_rows;
     if (n == 0) return;
-    n <= size_t(most_few_rows<V>) ? product_of_few<V>[n - 1](job) : product<V>(job);
+    n <= size_t(most_few_rows<V>) ? product_of_few<V>[n - 1](job) : product<V, true>(job);
 }
 
 // The sum of n numbers, a whole number of vectors: as fast as this thread reads.

@@ -62,6 +62,9 @@ struct PagedAttention {
     size_t keys, values;  // where in every page this head's begin: [head_dim, panel] and [panel, head_dim], and room for a panel
     Rows<T> out;  // [n, head_dim]; nothing beyond is written
     Rows<T> scores;  // scratch [tile_rows, whole pages]
+    // What this thread attends to next, whose keys are fetched meanwhile: its pages, and where in them the keys begin.
+    std::span<const T* const> next_pages = {};
+    size_t next_keys = 0;
 };
 
 template <class T>

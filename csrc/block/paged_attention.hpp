@@ -7,18 +7,41 @@
 
 namespace looped::block {
 
-// scores[r][j] = queries[r] key[j] for the pages of the first n_keys keys.
+// Pages of one head that are fetched ahead of their use: a quarter of L2 or so, beside which those in use have room.
+template <class T>
+size_t pages_ahead(size_t n_pages, size_t page_size) {
+    constexpr size_t room = 262144 / sizeof(T);
+    return std::min(n_pages, room / page_size);
+}
+
+// n_vectors vectors into L2, of which some share a line.
+template <class V, int n_vectors>
+LOOPED_INLINE void fetch(const typename V::Scalar* from) {
+    constexpr int line = 64;
+    simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) {
+        if constexpr (int(c) * int(sizeof(V)) % line == 0) __builtin_prefetch(from + c * V::width, 0, 2);
+    });
+}
+
+// scores[r][j] = queries[r] key[j] for the pages of the first n_keys keys. The values come from memory meanwhile: alone, the keys of a
+// page are too short a stream for the memory's speed.
 template <class V, int n_rows>
 void score_pages(const PagedAttention<typename V::Scalar>& job, size_t n_keys) noexcept {
     using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
     constexpr int together = panels_at_once<V>(n_rows);
-    const size_t n_pages = (n_keys + panel - 1) / panel;
+    const size_t n_pages = (n_keys + panel - 1) / panel, n_ahead = pages_ahead<T>(n_pages, panel * job.queries.width);
     const auto score = [&]<int n_panels>(size_t page, std::integral_constant<int, n_panels>) __attribute__((always_inline)) {
-        const T* panels[n_panels];
-        simd::static_for<n_panels>([&](auto p) __attribute__((always_inline)) { panels[p] = job.pages[page + p] + job.keys; });
+        const T *panels[n_panels], *values[n_panels];
+        simd::static_for<n_panels>([&](auto p) __attribute__((always_inline)) {
+            panels[p] = job.pages[page + p] + job.keys;
+            values[p] = page + p < n_ahead ? job.pages[page + p] + job.values : panels[p];
+        });
         V sum[n_rows][2 * n_panels];
-        multiply_panels<V, n_rows, n_panels>(job.queries.first, job.queries.stride, panels, job.queries.width, sum);
+        multiply_panels<V, n_rows, n_panels>(
+            job.queries.first, job.queries.stride, panels, job.queries.width, sum, [&](size_t k) __attribute__((always_inline)) {
+                simd::static_for<n_panels>([&](auto p) __attribute__((always_inline)) { fetch<V, 2>(values[p] + k * panel); });
+            });
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
             simd::static_for<2 * n_panels>([&](auto c) __attribute__((always_inline)) {
                 sum[r][c].store(job.scores.row(r) + page * panel + c * V::width);
@@ -50,6 +73,7 @@ LOOPED_INLINE void weigh_columns(const PagedAttention<typename V::Scalar>& job, 
                                  const typename V::Scalar* scale) {
     using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
+    const size_t n_ahead = pages_ahead<T>(job.next_pages.size(), panel * job.queries.width);
     V all[n_rows][n_vectors];
     simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
         simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { all[r][c] = V::zero(); });
@@ -58,11 +82,13 @@ LOOPED_INLINE void weigh_columns(const PagedAttention<typename V::Scalar>& job, 
         const size_t n = std::min(panel, n_keys - first);
         const T* value = job.pages[first / panel] + job.values + column;
         const T* weight = job.scores.first + first;
+        const T* next = first / panel < n_ahead ? job.next_pages[first / panel] + job.next_keys + column * panel : value;
         V sum[n_rows][n_vectors];
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
             simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::zero(); });
         });
         for (size_t j = 0; j < n; ++j, value += job.queries.width) {
+            fetch<V, n_vectors>(next + j * n_vectors * V::width);
             V own[n_vectors];
             simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { own[c] = V::load(value + c * V::width); });
             simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
@@ -146,17 +172,6 @@ void weigh_tile(const PagedAttention<typename V::Scalar>& job, size_t n_keys, co
     }
 }
 
-// Values come from memory while the keys are read.
-template <class V>
-LOOPED_INLINE void prefetch_values(const PagedAttention<typename V::Scalar>& job, size_t n_keys) {
-    constexpr size_t panel = 2 * V::width, most_pages = 8, line = 64 / sizeof(typename V::Scalar);
-    for (size_t first = 0; first < std::min(n_keys, most_pages * panel); first += panel) {
-        const auto* values = job.pages[first / panel] + job.values;
-        const size_t n = std::min(panel, n_keys - first) * job.queries.width;
-        for (size_t i = 0; i < n; i += line) __builtin_prefetch(values + i);
-    }
-}
-
 template <class V>
 void attend_pages(const PagedAttention<typename V::Scalar>& job) noexcept {
     using T = typename V::Scalar;
@@ -165,7 +180,6 @@ void attend_pages(const PagedAttention<typename V::Scalar>& job) noexcept {
     const size_t n_keys = job.n_seen[n - 1];
     const PagedKernels<V> kernels = n <= size_t(most_few_rows<V>) ? paged_kernels_of<V>[n - 1]
                                                                   : PagedKernels<V>{&score_tile<V>, &weigh_tile<V>};
-    if (n <= size_t(most_few_rows<V>)) prefetch_values<V>(job, n_keys);
     kernels.score(job, n_keys);
     T scale[V::tile_rows];
     for (size_t r = 0; r < n; ++r) scale[r] = exponentials<V>(job.scores.row(r), job.n_seen[r], n_keys);

@@ -22,6 +22,8 @@ struct Tile {
     bool adds_to_out = false;
     Activation activation = Activation::none;  // silu_gated is left to `product`
     const std::uint32_t* used = nullptr;       // where it skips zeros: the `depth` values of k that count
+    const T* next = nullptr;                   // where it fetches: lines next, next + b_stride, ... to next + last_next b_stride, into L2
+    size_t last_next = 0;
 };
 
 template <class V, Activation activation>
@@ -42,7 +44,10 @@ LOOPED_INLINE void activate(const Tile<typename V::Scalar>& tile) {
     }
 }
 
-template <class V, int n_rows, int n_vectors, bool skips_zeros>
+// How a tile goes over K.
+enum class Walk : std::uint8_t { plain, skips_zeros, fetches_next };
+
+template <class V, int n_rows, int n_vectors, Walk walk>
 void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
     using T = typename V::Scalar;
     constexpr int group = 3;  // rows that share a base address: base, base + stride, base + 2 stride are free on x86
@@ -58,17 +63,18 @@ void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
 
     for (size_t i = 0; i < tile.depth; ++i) {
         size_t k = i;
-        if constexpr (skips_zeros) {
+        if constexpr (walk == Walk::skips_zeros) {
             k = tile.used[i];
             b = tile.b + k * b_stride;
         }
+        if constexpr (walk == Walk::fetches_next) __builtin_prefetch(tile.next + std::min(i, tile.last_next) * b_stride, 0, 2);
         V column[n_vectors];
         simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { column[c] = V::load(b + c * V::width); });
         simd::static_for<n_rows>([&](auto r) __attribute__((always_inline)) {
             V x = V::broadcast(a[r / group][size_t(r % group) * stride + k]);
             simd::static_for<n_vectors>([&](auto c) __attribute__((always_inline)) { sum[r][c] = V::fma(x, column[c], sum[r][c]); });
         });
-        if constexpr (!skips_zeros) b += b_stride;
+        if constexpr (walk != Walk::skips_zeros) b += b_stride;
     }
 
     const auto store = [&](auto finish) __attribute__((always_inline)) {
@@ -98,10 +104,10 @@ void compute_tile(const Tile<typename V::Scalar>& tile) noexcept {
 }
 
 // compute_tile for a number of rows that is known at run time: tile_of<V, n_vectors>[n_rows - 1].
-template <class V, int n_vectors, bool skips_zeros = false>
+template <class V, int n_vectors, Walk walk = Walk::plain>
 inline constexpr auto tile_of = []<int... I>(std::integer_sequence<int, I...>) {
     using Function = void (*)(const Tile<typename V::Scalar>&) noexcept;
-    return std::array<Function, sizeof...(I)>{&compute_tile<V, I + 1, n_vectors, skips_zeros>...};
+    return std::array<Function, sizeof...(I)>{&compute_tile<V, I + 1, n_vectors, walk>...};
 }(std::make_integer_sequence<int, V::tile_rows>{});
 
 // Rows in tiles of nearly one size, so that the last is not thin: body(first row, rows of the tile).
@@ -125,11 +131,15 @@ void gate_units(Rows<const typename V::Scalar> gates_and_units, Rows<typename V:
     }
 }
 
-template <class V>
+// fetches_next: for rows of one or two tiles, whose weights would come from memory while the first tile waits and not while the second
+// is multiplied.
+template <class V, bool fetches_next = false>
 void product(const Product<typename V::Scalar>& job) noexcept {
     using T = typename V::Scalar;
     constexpr size_t panel = 2 * V::width;
     const size_t depth = job.a.width;
+    constexpr size_t most_lines = 131072 / sizeof(T) / panel;  // of a deep panel, what L2 has room for beside this one
+    constexpr Walk walk = fetches_next ? Walk::fetches_next : Walk::plain;
     Lookout lookout(job.stop);
     const bool is_gated = job.activation == Activation::silu_gated;
     alignas(64) T gates_and_units[V::tile_rows * panel];
@@ -137,6 +147,8 @@ void product(const Product<typename V::Scalar>& job) noexcept {
         const bool is_narrow = job.n_columns - column <= size_t(V::width);
         const size_t p = column / panel, used_begin = job.used && p ? job.used_ends[p - 1] : 0;
         const size_t n_used = job.used ? job.used_ends[p] - used_begin : depth;
+        const bool is_last = job.n_columns - column <= panel;
+        const T* next = job.panels + (is_last ? column : column + panel) * depth;
         for_row_tiles<V>(job.a.n_rows, [&](size_t first, size_t rows) __attribute__((always_inline)) {
             const Rows<T> out = is_gated ? Rows<T>{gates_and_units, rows, panel, panel}
                                          : Rows<T>{job.out.row(first) + column, rows, panel, job.out.stride};
@@ -152,11 +164,13 @@ void product(const Product<typename V::Scalar>& job) noexcept {
                 .adds_to_out = job.adds_to_out,
                 .activation = job.activation,
                 .used = job.used + used_begin,
+                .next = first == 0 ? next : next + V::width,
+                .last_next = std::min(depth, most_lines) - 1,
             };
             if (job.used) {
-                is_narrow ? tile_of<V, 1, true>[rows - 1](tile) : tile_of<V, 2, true>[rows - 1](tile);
+                is_narrow ? tile_of<V, 1, Walk::skips_zeros>[rows - 1](tile) : tile_of<V, 2, Walk::skips_zeros>[rows - 1](tile);
             } else {
-                is_narrow ? tile_of<V, 1>[rows - 1](tile) : tile_of<V, 2>[rows - 1](tile);
+                is_narrow ? tile_of<V, 1, walk>[rows - 1](tile) : tile_of<V, 2, walk>[rows - 1](tile);
             }
             if (is_gated) gate_units<V>(out, job.out.from_row(first).from_column(column / 2));
         });

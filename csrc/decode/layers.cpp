@@ -101,11 +101,21 @@ double Layers<T>::take_segments(std::span<const Token> tokens) {
     return operations;
 }
 
-// One head of one row: its new keys and values into the cache, and its attention.
+// order(0) ... order(n - 1), one after the other.
 template <class T>
-void Layers<T>::attend(const Attending& job, size_t segment, size_t head, size_t member) const noexcept {
+template <class Order>
+void Layers<T>::attend_all(const Attending& job, size_t n, const Order& order, size_t member) const noexcept {
+    for (size_t i = 0; i < n; ++i) attend(job, order(i), order(std::min(i + 1, n - 1)), member);
+}
+
+// One head of one row: its new keys and values into the cache, and its attention. `next` is what the member attends to after it.
+template <class T>
+void Layers<T>::attend(const Attending& job, HeadOfRow own_place, HeadOfRow next, size_t member) const noexcept {
     const size_t d = model_.shape.head_dim, panel = model_.kernels->panel, tile = model_.kernels->tile_rows;
-    const auto [begin, end] = segments_[segment];
+    const size_t head = own_place.head;
+    const auto [begin, end] = segments_[own_place.segment];
+    const Token& next_token = job.tokens[segments_[next.segment].first];
+    const std::span<const T* const> next_pages(job.cache.pages(next_token.row), next_token.place / panel + 1);
     T* const* pages = job.cache.pages(job.tokens[begin].row);
     write(job.qkv.between(begin, end), job.tokens.subspan(begin, end - begin), pages, head, job.keys, job.values);
     for (size_t first = begin; first < end && !stop_->is_made(); first += tile) {
@@ -120,7 +130,9 @@ void Layers<T>::attend(const Attending& job, size_t segment, size_t head, size_t
                                       .keys = job.keys + head * d * panel,
                                       .values = job.values + head * d * panel,
                                       .out = own,
-                                      .scores = scores_[member].rows(tile)});
+                                      .scores = scores_[member].rows(tile),
+                                      .next_pages = next_pages,
+                                      .next_keys = job.keys + next.head * d * panel});
     }
 }
 
@@ -135,7 +147,8 @@ void Layers<T>::mix(const PackedMatrix<T>& w, const Attending& job, const Input&
     if (n > most_by_columns || A % unit != 0 || n_units % team_->size() != 0) {
         multiply(n, w, job.qkv, false, Activation::none, input);
         split(segments_.size() * H, attention, [&](Share share, size_t member) noexcept {
-            for (size_t item = share.begin; item < share.end; ++item) attend(job, item / H, item % H, member);
+            const auto order = [&](size_t i) { return HeadOfRow{(share.begin + i) / H, (share.begin + i) % H}; };
+            attend_all(job, share.end - share.begin, order, member);
         });
         return;
     }
@@ -152,9 +165,9 @@ void Layers<T>::mix(const PackedMatrix<T>& w, const Attending& job, const Input&
                                                 .activation = Activation::none,
                                                 .stop = stop_});
         }
-        for (size_t head = share.begin * unit / d; head < share.end * unit / d; ++head) {
-            for (size_t segment = 0; segment < segments_.size(); ++segment) attend(job, segment, head, member);
-        }
+        const size_t n_segments = segments_.size(), first_head = share.begin * unit / d, n_heads = (share.end - share.begin) * unit / d;
+        const auto order = [&](size_t i) { return HeadOfRow{i % n_segments, first_head + i / n_segments}; };
+        attend_all(job, n_segments * n_heads, order, member);
     });
 }
 

@@ -55,7 +55,12 @@ private:
     template <class Input>
     void mix(const PackedMatrix<T>& w, const Attending& job, const Input& input);
     double take_segments(std::span<const Token> tokens);
-    void attend(const Attending& job, size_t segment, size_t head, size_t member) const noexcept;
+    struct HeadOfRow {
+        size_t segment, head;
+    };
+    template <class Order>
+    void attend_all(const Attending& job, size_t n, const Order& order, size_t member) const noexcept;
+    void attend(const Attending& job, HeadOfRow own, HeadOfRow next, size_t member) const noexcept;
     void write(Rows<const T> qkv, std::span<const Token> tokens, T* const* pages, size_t head, size_t keys,
                size_t values) const noexcept;
 
