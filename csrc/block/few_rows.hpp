@@ -12,7 +12,8 @@ struct FetchNothing {
     void operator()(size_t) const {}
 };
 
-// sum[r][2 p + c] = sum over k of a[r][k] times column c of panel p. A panel is [depth, 2 width]. fetch_at(k) may fetch what comes next.
+// sum[r][2 p + c] = sum over k of a[r][k] times column c of panel p. A panel is [depth, 2 width]. fetch_at(k) may fetch what comes
+// next.
 template <class V, int n_rows, int n_panels, class Fetch = FetchNothing>
 LOOPED_INLINE void multiply_panels(const typename V::Scalar* a, size_t a_stride, const typename V::Scalar* const (&panels)[n_panels],
                                    size_t depth, V (&sum)[n_rows][2 * n_panels], const Fetch& fetch_at = {}) {

@@ -22,7 +22,7 @@ struct Tile {
     bool adds_to_out = false;
     Activation activation = Activation::none;  // silu_gated is left to `product`
     const std::uint32_t* used = nullptr;       // where it skips zeros: the `depth` values of k that count
-    const T* next = nullptr;                   // where it fetches: lines next, next + b_stride, ... to next + last_next b_stride, into L2
+    const T* next = nullptr;                   // where it fetches: the lines that last_next + 1 rows of b begin with, into L2
     size_t last_next = 0;
 };
 
