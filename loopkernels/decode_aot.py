@@ -2,13 +2,15 @@
 
     python -m loopkernels.decode_aot --target sm_90 --kernel all
 
-Each row of the table is compiled twice: `decode` is `decode_tile`, `prefill` is `prefill_blocks`.
+Each row of the table is compiled as `decode`, which is `decode_tile`, and as `prefill`, which is `prefill_blocks`, with heads
+of the usual width and of the widest that it takes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -52,13 +54,12 @@ SPILL_BUDGET: dict[str, int] = {
 }
 
 
-def constants_of(launch: DecodeLaunch, target: str, kernel: str, n_heads: int | None = None) -> dict[str, Any]:
-    """Compile-time arguments for a row's widest model: a looped language model of one core layer that judges every token."""
-    C = launch.width
-    H = n_heads or max(1, C // 32 if C > 64 else C // 16)
-    HP = max(16, C // H)
+def constants_of(launch: DecodeLaunch, target: str, kernel: str, head: int | None = None) -> dict[str, Any]:
+    """Compile-time arguments for a row's widest model: a looped language model of one core layer that judges every token.
+    head: lanes of its heads, the usual ones where it is None."""
+    C, HP = launch.width, head or aot.heads_of(launch)[0]
     constants = dict(
-        C=C, CP=C, H=H, D=C // H, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_PRELUDE=0, N_CORE=1, N_CODA=0,
+        C=C, CP=C, H=C // HP, D=HP, HP=HP, FP=4 * C, KC=min(launch.chunk, 4 * C), N_PRELUDE=0, N_CORE=1, N_CODA=0,
         POLICY="per_loop", PERIOD=1, NORM="layernorm", EPS=1e-5, ACT="gelu_tanh", INJECT="add", INIT="zeros", POS="each_loop",
         LOOP_NORM="each", RULE="contraction", ENDLESS=False, PREC=launch.precision, EMULATE=False,
         FAST=launch.precision == "bf16" and target.startswith("sm_"), STAGES=launch.stages, WARM=False, KEEP=False,
@@ -81,9 +82,9 @@ def warps_of(launch: DecodeLaunch, kernel: str) -> int:
     return launch.warps if kernel == "decode" else launch.block_warps
 
 
-def compile_row(launch: DecodeLaunch, target: str, kernel: str = "decode", n_heads: int | None = None, **changes: Any) -> Any:
+def compile_row(launch: DecodeLaunch, target: str, kernel: str = "decode", head: int | None = None, **changes: Any) -> Any:
     """The compiled kernel of a launch row, ``"decode"`` or ``"prefill"``. `changes` replaces compile-time arguments."""
-    constants = constants_of(launch, target, kernel, n_heads) | changes
+    constants = constants_of(launch, target, kernel, head) | changes
     function = KERNELS[kernel][0]
     types, names = signature_of(launch, kernel), function.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
@@ -93,12 +94,13 @@ def compile_row(launch: DecodeLaunch, target: str, kernel: str = "decode", n_hea
     return triton.compile(source, target=aot.TARGETS[target], options=options)
 
 
-def examine(launch: DecodeLaunch, target: str, kernel: str = "decode", **changes: Any) -> Report:
+def examine(launch: DecodeLaunch, target: str, kernel: str = "decode", head: int | None = None, **changes: Any) -> Report:
     """Compile one row and read its figures."""
+    head = head or aot.heads_of(launch)[0]
     rows = launch.rows if kernel == "decode" else launch.block_rows
-    report = Report(target, launch.name, kernel, launch.precision, rows, warps_of(launch, kernel))
+    report = Report(target, launch.name, kernel, launch.precision, rows, warps_of(launch, kernel), head)
     began = time.time()
-    compiled = compile_row(launch, target, kernel, **changes)
+    compiled = compile_row(launch, target, kernel, head, **changes)
     report.seconds = time.time() - began
     aot.read(compiled, report)
     if target.startswith("sm_"):
@@ -151,8 +153,8 @@ def main() -> None:
         for launch in LAUNCHES:
             is_asked = chosen.kernel in ("all", launch.name) and chosen.precision in ("all", launch.precision)
             if target in launch.targets and is_asked:
-                for kernel in KERNELS:
-                    reports.append(examine(launch, target, kernel))
+                for head, kernel in itertools.product(aot.heads_of(launch), KERNELS):
+                    reports.append(examine(launch, target, kernel, head))
                     print_report(reports[-1])
     if chosen.json:
         Path(chosen.json).write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1) + "\n")

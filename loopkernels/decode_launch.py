@@ -42,40 +42,56 @@ class DecodeLaunch(Launch):
         return max(2, self.key_lanes // head_lanes)
 
 
-def _rows(targets: tuple[str, ...], precision: str, widest: int = 256, **options: Any) -> tuple[DecodeLaunch, ...]:
+def _rows(
+    targets: tuple[str, ...],
+    precision: str,
+    widest: int = 256,
+    chunks: tuple[int, int] = (64, 64),
+    low_from: int = 512,
+    **options: Any,
+) -> tuple[DecodeLaunch, ...]:
+    """Rows up to `widest` lanes. chunks: `chunk` up to 64 lanes, and beyond. low_from: lanes from which blocks have 16 rows."""
     return tuple(
-        DecodeLaunch(f"D{width}", targets, width, precision, TILE_ROWS, 8, 64, key_lanes=lanes, **options)
-        for width, lanes in ((16, 256), (32, 256), (64, 256), (128, 128), (256, 128))
+        DecodeLaunch(
+            f"D{width}", targets, width, precision, TILE_ROWS, 8, chunks[width > 64],
+            widest_head=min(width, 64), key_lanes=lanes, block_rows=TILE_ROWS if width >= low_from else 32, **options,
+        )
+        for width, lanes in ((16, 256), (32, 256), (64, 256), (128, 128), (256, 64))
         if width <= widest
-    )
+    )  # fmt: skip
 
 
 def _held_rows(targets: tuple[str, ...]) -> tuple[DecodeLaunch, ...]:
     """Weights in shared memory through all loops: for matrix units that take them from there, which work on 64 rows."""
     return tuple(
-        DecodeLaunch(f"R{width}", targets, width, "bf16", 64, 4, 64, resident=True, key_lanes=64) for width in (16, 32, 64)
+        DecodeLaunch(f"R{width}", targets, width, "bf16", 64, 4, 64, widest_head=width, resident=True, key_lanes=64)
+        for width in (16, 32, 64)
     )
 
 
-# Chosen from compiled figures (docs/decode_kernel.md): no row has been timed on a device yet. fp32 without a matrix unit is for
-# checking, not for speed; at 256 lanes it would spill 43 KB.
+# Chosen from compiled figures (docs/decode_kernel.md), the fewest spilled bytes first: no row has been timed on a device yet. A
+# product of 16 rows of 256 lanes holds the rows in every warp, 128 registers in tf32 and bf16x3: a kilobyte is spilled there in
+# every form that was compiled. On AMD two stages spill too. fp32 without a matrix unit is for checking, not for speed; at 256
+# lanes it would spill 43 KB. AMD has rows of its own in bf16 too: `launch.pack` chooses tanh by the vendor of the first target.
 LAUNCHES = (
     *_held_rows(HOPPER),
     *_rows(HOPPER + AMPERE, "bf16"),
-    *_rows(AMD, "bf16"),  # a row of its own: `launch.pack` chooses the tanh of a vendor's unit by the row's first target
-    *_rows(HOPPER + AMPERE, "bf16x3"),
-    *_rows(AMD, "bf16x3", widest=128),  # 256 lanes ask for 98,304 bytes of shared memory, gfx942 has 65,536
-    *_rows(HOPPER + AMPERE, "tf32"),
-    *_rows(HOPPER + AMPERE, "fp32", widest=128, stages=1, block_rows=16),
-    *_rows(AMD, "fp32", widest=64, stages=1, block_rows=16),
+    *_rows(AMD, "bf16", chunks=(64, 32), low_from=16, stages=1),
+    *_rows(HOPPER + AMPERE, "bf16x3", chunks=(64, 32), low_from=128),
+    *_rows(AMD, "bf16x3", widest=128, chunks=(64, 32), low_from=16, stages=1),  # 256 lanes: beyond gfx942's shared memory
+    *_rows(HOPPER + AMPERE, "tf32", chunks=(64, 32), low_from=256),
+    *_rows(HOPPER + AMPERE, "fp32", widest=128, chunks=(32, 16), low_from=16, stages=1),
+    *_rows(AMD, "fp32", widest=64, chunks=(32, 32), low_from=16, stages=1),
 )
 
 
 def choose(block: Block, n_core: int, precision: str, target: str) -> DecodeLaunch | None:
-    """The first row that serves the block's width at this precision on this target, or None. n_core: layers of the loop."""
+    """The first row that serves the block's width and heads at this precision on this target, or None. n_core: layers of the
+    loop."""
     for launch in LAUNCHES:
         is_asked = launch.width == padded(block.width) and launch.precision == precision and target in launch.targets
-        if is_asked and not (launch.resident and _held_bytes(block, n_core, launch) > RESIDENT_BYTES):
+        fits = padded(block.head_dim) <= launch.widest_head
+        if is_asked and fits and not (launch.resident and _held_bytes(block, n_core, launch) > RESIDENT_BYTES):
             return launch
     return None
 

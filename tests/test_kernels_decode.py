@@ -84,6 +84,8 @@ def test_weights_are_held_where_they_fit():
     assert decode_launch.choose(block(64, 1), 1, "bf16", "sm_80").name == "D64"
     assert decode_launch.choose(block(64, 1), 1, "tf32", "gfx942") is None
     assert decode_launch.choose(block(512, 1), 1, "bf16", "sm_90") is None
+    assert decode_launch.choose(block(256, 1), 1, "bf16", "sm_90").name == "D256"
+    assert decode_launch.choose(block(256, 1, n_heads=2), 1, "bf16", "sm_90") is None  # heads of 128 lanes were not compiled
 
 
 def test_slots_of_a_policy():

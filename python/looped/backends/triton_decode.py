@@ -56,7 +56,10 @@ def why_not(model: LoopedTransformer) -> str | None:
         widths = [launch.width for launch in launches.LAUNCHES if target in launch.targets and launch.precision == precision]
         if not widths:
             return f"the decode kernels have no {precision} launch for {target} ({parameter.device})"
-        return f"the decode kernels on {target} take widths up to {max(widths)} and the model is {config.d_model} wide"
+        if config.d_model > max(widths):
+            return f"the decode kernels on {target} take widths up to {max(widths)} and the model is {config.d_model} wide"
+        widest = f"up to 64 lanes and no wider than the model of {config.d_model}"
+        return f"the decode kernels on {target} take heads of {widest}, and its heads have {config.head_dim}"
     return model.why_not_as_configured()
 
 
