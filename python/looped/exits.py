@@ -9,7 +9,6 @@ it runs on the eager backend.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from looped.model import MOST_LOOPS
+from looped.suggestion import suggestion
 
 Memory = dict[str, Tensor]
 
@@ -251,8 +251,7 @@ def make_exit(rule: ExitRule | str | None, **fields: Any) -> ExitRule:
     """The rule itself, a rule by its name in `RULES` with some fields set, or `Fixed` for None."""
     if isinstance(rule, str):
         if rule not in RULES:
-            nearest = difflib.get_close_matches(rule, RULES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"exit={rule!r} is not a rule; did you mean {nearest!r}? (of {', '.join(RULES)})")
+            raise ValueError(f"exit={rule!r} is not a rule{suggestion(rule, RULES, listed=True)}")
         known = [f.name for f in dataclasses.fields(RULES[rule])]
         for name in fields:
             if name not in known:
