@@ -518,6 +518,26 @@ def test_states_are_kept_apart():
             looped.solve(model, other, n_loops=9, state=looped.solve(model, x, n_loops=5).state)
 
 
+def test_results_are_shown_in_one_line_each(backend):
+    model, x = icl_model(std=0.1), prompts(3) * torch.tensor([0.1, 1, 3], dtype=torch.float64)[:, None, None]
+    result = looped.solve(model, x, n_loops=9, exit=Contraction(tol=0.1))
+    loops = result.n_loops.tolist()
+    assert min(loops) < max(loops) == loops[0] == 9
+    n_ended = int((result.status == Status.CONVERGED).sum())
+    counted = f"loops min {min(loops)}, mean {sum(loops) / 3:.4g}, max 9)"
+    assert repr(result) == f"LoopResult(3 prompts, backend {backend}: {3 - n_ended} MAX_LOOPS, {n_ended} CONVERGED; {counted}"
+    assert repr(result.state.select([0])).startswith("LoopState(1 prompt, y [1, 9, 16]")
+    assert repr(result.state) == f"LoopState(3 prompts, y [3, 9, 16] torch.float64; {counted}"
+    assert repr(result[0]) == (
+        f"PromptResult(MAX_LOOPS after 9 loops, residual {result.residual[0]:.3g}, y [9, 16] torch.float64, prediction [5])"
+    )
+    empty = looped.solve(model, x[:0])
+    assert repr(empty) == f"LoopResult(0 prompts, backend {backend})"
+    assert repr(empty.state).endswith(", 16] torch.float64)")
+    begun = looped.loop.LoopState(result.y, {}, result.state.stopping)
+    assert repr(begun) == "LoopState(3 prompts, y [3, 9, 16] torch.float64; no loop has begun)"
+
+
 def test_a_state_knows_its_prompts_to_the_last_bit():
     model, x = icl_model(std=0.15), prompts(3)
     state = looped.solve(model, x, n_loops=5).state
