@@ -299,6 +299,35 @@ def test_rounding_level_passes_without_a_rate():
     assert looped.solve(stepped, x, exit=Contraction(tol=1e-3))[0].n_loops == 1
 
 
+def test_exits_by_mapping(backend):
+    model, x = icl_model(std=0.1), prompts(3)
+    mapping, rule = {"rule": "contraction", "tol": 0.1, "min_loops": 4}, Contraction(tol=0.1, min_loops=4)
+    want = looped.solve(model, x, n_loops=30, exit=rule)
+    assert want.n_loops.max() < 30
+    got = looped.solve(model, x, n_loops=30, exit=mapping)
+    one_by_one = looped.solve_iter(model, x, n_loops=30, exit=mapping, backend=backend)
+    assert got.n_loops.tolist() == [result.n_loops for result in one_by_one] == want.n_loops.tolist()
+    assert got.state.stopping == want.state.stopping
+    assert torch.equal(got.y, want.y)
+    assert mapping == {"rule": "contraction", "tol": 0.1, "min_loops": 4}
+    for call in (looped.solve, looped.solve_iter):
+        for wrong, message in [
+            ({"rule": "contractoin"}, "'contractoin' is not a rule; did you mean 'contraction'"),
+            ({"rule": "kl"}, r"exit='kl' is not a rule; choose from fixed, exact, .*, readout$"),
+            ({"rule": None}, "exit=None is not a rule"),
+            ({"tol": 1}, r"exit=\{'tol': 1\} has no 'rule'; choose from fixed"),
+            ({"rule": "relative", "tolerance": 1}, "has no 'tolerance'; did you mean 'tol'"),
+            ({"rule": "relative", "tol": -1}, "tol=-1 must be a number"),
+            ({"rule": "relative", "scope": "token"}, "language models"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                call(model, x, exit=wrong)
+    with pytest.raises(ValueError, match="no 'tolerance'; did you mean 'tol'"):
+        make_exit("relative", tolerance=1)
+    with pytest.raises(ValueError, match="tol go with the name of a rule"):
+        make_exit({"rule": "relative"}, tol=1)
+
+
 @pytest.mark.eager_only
 def test_a_rule_of_your_own():
     class AfterFive(ExitRule):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -247,21 +247,41 @@ RULES: dict[str, type[ExitRule]] = {
 }
 
 
-def make_exit(rule: ExitRule | str | None, **fields: Any) -> ExitRule:
-    """The rule itself, a rule by its name in `RULES` with some fields set, or `Fixed` for None."""
+Exit = ExitRule | str | Mapping[str, Any] | None
+
+
+def make_exit(rule: Exit, **fields: Any) -> ExitRule:
+    """The rule itself, one by ``{"rule": name, field: value, ...}``, one by its name in `RULES` with some fields set, or
+    `Fixed` for None.
+
+    Raises ValueError that names the nearest, or all, for an unknown name or field; TypeError for anything else.
+    """
     if isinstance(rule, str):
-        if rule not in RULES:
-            raise ValueError(f"exit={rule!r} is not a rule{suggestion(rule, RULES, listed=True)}")
-        known = [f.name for f in dataclasses.fields(RULES[rule])]
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"exit {rule!r} has no {name}; it has {', '.join(known)}")
-        return RULES[rule](**fields)
-    if rule is not None and not isinstance(rule, ExitRule):
-        raise TypeError(f"exit must be a rule, its name or None, got {type(rule).__name__}; subclass ExitRule for your own")
+        return rule_of({"rule": rule} | fields, RULES)
     if fields:
         raise ValueError(f"make_exit: {', '.join(fields)} go with the name of a rule, got {rule!r}")
+    if isinstance(rule, Mapping):
+        return rule_of(rule, RULES)
+    if rule is not None and not isinstance(rule, ExitRule):
+        raise TypeError(
+            f"exit must be a rule, its name, a mapping or None, got {type(rule).__name__}; subclass ExitRule for your own"
+        )
     return Fixed() if rule is None else rule
+
+
+def rule_of(mapping: Mapping[str, Any], rules: Mapping[str, type[ExitRule]], **defaults: Any) -> ExitRule:
+    """A rule by ``{"rule": name in rules, field: value, ...}``; defaults are fields that the mapping may set otherwise."""
+    fields = dict(mapping)
+    if "rule" not in fields:
+        raise ValueError(f"exit={fields!r} has no 'rule'{suggestion('', rules)}")
+    name = fields.pop("rule")
+    if not isinstance(name, str) or name not in rules:
+        raise ValueError(f"exit={name!r} is not a rule{suggestion(name, rules, listed=True)}")
+    known = [field.name for field in dataclasses.fields(rules[name])]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"exit {name!r} has no {field!r}{suggestion(field, known, listed=True)}")
+    return rules[name](**defaults | fields)
 
 
 class Watch:

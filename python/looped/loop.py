@@ -12,7 +12,7 @@ from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
 from looped.config import LoopedConfig
-from looped.exits import RULES, Exact, ExitRule, Memory, make_exit
+from looped.exits import RULES, Exact, Exit, ExitRule, Memory, make_exit
 from looped.model import loop_count
 
 
@@ -59,7 +59,7 @@ class LoopSpec:
         cls,
         config: LoopedConfig,
         n_loops: int,
-        exit: ExitRule | str | None,
+        exit: Exit,
         on_stall: str,
         accelerate: Anderson | str | None,
         return_predictions: bool,

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from looped.exits import RULES, ExitRule, Fixed, Memory, Step
-from looped.suggestion import suggestion
+from looped.exits import RULES, Exit, ExitRule, Fixed, Memory, Step, rule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +138,6 @@ TOKEN_RULES: dict[str, type[ExitRule]] = {
     "gate": Gate,
 }
 
-Exit = ExitRule | str | Mapping[str, Any] | None
-
 
 def token_rule(rule: Exit) -> ExitRule:
     """The rule itself, one by its name in `TOKEN_RULES`, one by ``{"rule": name, field: value, ...}``, or `Fixed` for None.
@@ -153,15 +150,7 @@ def token_rule(rule: Exit) -> ExitRule:
     if isinstance(rule, str):
         rule = {"rule": rule}
     if isinstance(rule, Mapping):
-        fields = dict(rule)
-        name = fields.pop("rule", None)
-        if not isinstance(name, str) or name not in TOKEN_RULES:
-            raise ValueError(f"exit={name!r} is not a rule{suggestion(name, TOKEN_RULES, listed=True)}")
-        known = [field.name for field in dataclasses.fields(TOKEN_RULES[name])]
-        for field in fields:
-            if field not in known:
-                raise ValueError(f"exit {name!r} has no {field!r}{suggestion(field, known, listed=True)}")
-        rule = TOKEN_RULES[name](**{"scope": "token"} | fields)
+        rule = rule_of(rule, TOKEN_RULES, scope="token")
     if not isinstance(rule, ExitRule):
         raise TypeError(f"exit must be a rule, its name, a mapping or None, got {type(rule).__name__}")
     if rule.scope == "prefix":
