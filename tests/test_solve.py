@@ -619,9 +619,11 @@ def test_what_is_no_length_loop_count_or_tolerance_is_refused():
     for tol in (True, np.True_, "1e-3", None, -1, math.nan):
         with pytest.raises(ValueError, match=r"Contraction: tol=.* must be a number of at least 0"):
             Contraction(tol=tol)
-    for count in (True, np.True_, 2.0, "2", None, -1):
+    for count in (True, np.True_, torch.tensor(True), 2.0, "2", None, -1):
         with pytest.raises(ValueError, match=r"Contraction: min_loops=.* must be an integer of at least 0"):
             Contraction(min_loops=count)
+        with pytest.raises(ValueError, match=r"Anderson: depth=.* is not one of 1, 2, 3"):
+            looped.Anderson(count)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -630,8 +632,11 @@ def test_numbers_of_numpy_are_numbers():
     same = Readout(tol=float(np.float32(1e-3)), min_loops=3, check_every=1, patience=2)
     assert rule == same
     assert {type(value) for value in vars(rule).values()} == {float, int, str}
-    result = looped.solve(model, x, exit=rule, n_loops=np.int64(40), lengths=np.array([9, 4]))
-    expected = looped.solve(model, x, exit=same, n_loops=40, lengths=[9, 4])
+    anderson = looped.Anderson(np.int64(2))
+    assert anderson == looped.Anderson(2) == looped.Anderson(torch.tensor(2))
+    assert type(anderson.depth) is int
+    result = looped.solve(model, x, exit=rule, n_loops=np.int64(40), lengths=np.array([9, 4]), accelerate=anderson)
+    expected = looped.solve(model, x, exit=same, n_loops=40, lengths=[9, 4], accelerate=looped.Anderson(2))
     assert torch.equal(result.y, expected.y)
 
 

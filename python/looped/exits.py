@@ -61,6 +61,16 @@ class Step(NamedTuple):
         return self.g.dim() == 2
 
 
+def integer_of(value: Any) -> int | None:
+    """An integer of any kind (NumPy's, or of a tensor) as an int; None for all else, and for booleans of any kind."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExitRule:
     """Fields that all rules share.
@@ -88,11 +98,8 @@ class ExitRule:
 
     def _check_counter(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)
-        try:
-            count = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            count = -1
-        if count < least:
+        count = integer_of(value)
+        if count is None or count < least:
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
         object.__setattr__(self, name, count)  # it may have been NumPy's
         if count > MOST_LOOPS:
