@@ -496,7 +496,7 @@ def test_a_wrong_shape_is_loaded_or_not_named(case: Case) -> None:
     [
         ({}, "no keys, which is no known layout"),
         ({"net.0.weight": torch.ones(2)}, r"net\.0\.weight, which is no known layout"),
-        ({"core.0.attn.qkv.weight": torch.ones(2)}, "no known layout"),
+        ({"core.0.attn.weight": torch.ones(2)}, "no known layout"),
         ({"step": 3, "h.0.ln_1.weight": torch.ones(2)}, "no tensors at step"),
         ({"model": {}, "state_dict": {}}, "several state dicts, model, state_dict"),
         ({"h.0.x": torch.ones(1), "module.h.0.x": torch.ones(1)}, "one without the prefixes"),
@@ -505,6 +505,27 @@ def test_a_wrong_shape_is_loaded_or_not_named(case: Case) -> None:
 def test_something_else_is_taken_for_a_model(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_checkpoint(content)
+
+
+def test_a_bare_state_dict_of_ours_says_how_it_is_loaded(tmp_path: Any) -> None:
+    model, path = LoopedTransformer(icl_config(d_model=16, n_heads=2, n_core=2)), tmp_path / "weights.pt"
+    for state in (model.state_dict(), {"model": model.state_dict()}, {f"module.{k}": v for k, v in model.state_dict().items()}):
+        torch.save(state, path)
+        for source in (state, path):
+            with pytest.raises(ValueError, match=r"weights of a LoopedTransformer, .* the saved folder to load_model, or"):
+                load_checkpoint(source, n_loops=3)
+    torch.save(model.state_dict(), path)
+    with pytest.raises(ValueError, match=r"is a file; pass the folder .* model = LoopedTransformer\(config\); model\.load_st"):
+        load_model(path)
+    again = LoopedTransformer(model.config)
+    again.load_state_dict(torch.load(path))  # as the errors say
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    config = looped.LoopedGPT2Config(d_model=8, n_heads=2, vocab_size=11, n_positions=4, n_prelude=1)
+    looped.LoopedGPT2(config).save_pretrained(tmp_path / "language")
+    with pytest.raises(
+        ValueError, match=r"weights of a LoopedGPT2, .* to LoopedGPT2\.from_pretrained, .* LoopedGPT2\(config\)"
+    ):
+        load_checkpoint(tmp_path / "language")
 
 
 def test_a_module_is_taken_for_a_state_dict() -> None:

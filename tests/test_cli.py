@@ -1,6 +1,7 @@
 """The command line: results, standard output for programs, exit codes, errors in one line."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -148,15 +149,40 @@ def test_import_is_light():
     assert best < 1.5
 
 
-def test_interrupted_eval_says_so(model_folder):
-    command = [sys.executable, "-m", "looped.cli", "eval", str(model_folder), "--prompts", "1000000", "--threads", "1"]
+def interrupted_eval(*arguments, wait_for):
+    """Ctrl-C when the bar shows what is waited for: exit code, standard output, standard error."""
+    command = [sys.executable, "-u", "-m", "looped.cli", "eval", *map(str, arguments), "--prompts", "1000000", "--threads", "1"]
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell may have it ignored for background jobs
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-    assert process.stderr.read(200)  # the bar is there, and has moved
-    process.send_signal(2)
-    out, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
+    text = ""
+    while not re.search(wait_for, text):
+        text += (more := process.stderr.read(20))
+        assert more, f"eval ended by itself: {text}"
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1].startswith("looped: interrupted after ")
-    assert errors.splitlines()[-1].endswith(" of 1000000 prompts; nothing was written")
+    return process.returncode, out, errors
+
+
+def test_an_interrupt_of_eval_keeps_the_finished_prompts(model_folder, tmp_path):
+    options = ("--no-baselines", "--no-settling", "--batch", 4, "--json", "--out", tmp_path / "out")
+    code, out, errors = interrupted_eval(model_folder, *options, wait_for=r"\| [1-9]\d*/1000000")
+    assert code == 130, errors
+    report = json.loads(out)
+    n_prompts = report["n_prompts"]
+    assert 4 <= n_prompts < 1000000
+    assert n_prompts % 4 == 0
+    assert report["predictors"]["looped"]["error_by_examples"]["n_prompts"] == n_prompts
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == report
+    assert (tmp_path / "out" / "evaluation.png").stat().st_size > 100
+    *_, wrote, last = errors.splitlines()
+    assert wrote == f"looped: wrote {tmp_path}/out/evaluation.json, .csv and .png"
+    assert last == f"looped: interrupted after {n_prompts} of 1000000 prompts, which are shown"
+
+
+def test_an_interrupt_of_eval_before_anything_is_finished_says_so(model_folder):
+    code, out, errors = interrupted_eval(model_folder, "--batch", 1000000, wait_for=r"\| 0/\d+")
+    assert code == 130, errors
+    assert errors.splitlines()[-1].startswith("looped: interrupted")
+    assert "which are shown" not in errors
     assert out == ""

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import math
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from looped.icl import curves
 from looped.icl import evaluate as evaluation_module
 from looped.icl.baselines import Averaging, LeastSquares
 from looped.icl.curves import RunningCurve
-from looped.icl.evaluate import Evaluation, batches, evaluate, evaluation_stream
+from looped.icl.evaluate import Evaluation, EvaluationInterrupted, batches, evaluate, evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.prompts import interleave
 from looped.icl.settling import Settling, Traced, first_rest, rests_on_float32_states
@@ -167,6 +168,54 @@ def test_memory_is_bounded_and_the_mean_stays_exact(monkeypatch):
     width = np.array(curve.high) - np.array(curve.low)
     np.testing.assert_allclose(width, 2 * 1.645 / math.sqrt(1000), rtol=0.4)
     assert RunningCurve().curve().mean == []
+
+
+def interrupting(monkeypatch, owner, method, at_call):
+    """Ctrl-C in a call of a method, when it has done its work."""
+    calls, plain = [], getattr(owner, method)
+
+    def call(*arguments, **options):
+        calls.append(plain(*arguments, **options))
+        if len(calls) == at_call:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(owner, method, call)
+
+
+@pytest.mark.parametrize("max_blocks", [4, 4096])
+@pytest.mark.parametrize(
+    ("owner", "method", "at_call"),
+    [(LeastSquares, "predict", 3), (LoopedPredictor, "run", 10), (Settling, "add", 3), (RunningCurve, "add", 13)],
+)
+def test_an_interrupt_keeps_whole_batches(owner, method, at_call, max_blocks, monkeypatch):
+    monkeypatch.setattr(curves, "MAX_BLOCKS", max_blocks)
+    model = LoopedPredictor(icl_model(std=0.05, dtype=torch.float32), exit=Contraction(tol=0.01), n_loops=20)
+    options = dict(n_points=4, batch_size=3, n_loops_settling=250)
+    few = evaluate(LinearRegression(3), [model, LeastSquares(), Averaging()], n_prompts=6, **options)
+    assert few.scores["looped"].looped["settling"]["anderson"]["mean_loops"]  # some come to rest
+    with monkeypatch.context() as patch:
+        interrupting(patch, owner, method, at_call)
+        with pytest.raises(EvaluationInterrupted, match=r"interrupted after 6 of 11 prompts$") as stopped:
+            evaluate(LinearRegression(3), [model, LeastSquares(), Averaging()], n_prompts=11, **options)
+    assert stopped.value.result.to_dict() == few.to_dict()
+    again = pickle.loads(pickle.dumps(stopped.value))
+    assert str(again) == str(stopped.value)
+    assert again.result.to_dict() == few.to_dict()
+
+
+def test_an_interrupt_of_the_first_batch_keeps_those_that_are_through(monkeypatch):
+    task, three = LinearRegression(3), [Always(0.5), LeastSquares(), Averaging()]
+    interrupting(monkeypatch, LeastSquares, "predict", 1)
+    with pytest.raises(EvaluationInterrupted, match=r"after 4 of 20 prompts \(without least_squares, averaging\)$") as stopped:
+        evaluate(task, three, n_prompts=20, n_points=4, batch_size=4)
+    assert stopped.value.result.to_dict() == evaluate(task, three[:1], n_prompts=4, n_points=4).to_dict()
+    interrupting(monkeypatch, Always, "predict", 1)
+    with pytest.raises(KeyboardInterrupt, match="interrupted before any of 20 prompts was scored"):
+        evaluate(task, three, n_prompts=20, n_points=4, batch_size=4)
+    interrupting(monkeypatch, RunningCurve, "curve", 1)
+    with pytest.raises(EvaluationInterrupted, match="after 20 of 20 prompts"):
+        evaluate(task, three, n_prompts=20, n_points=4, batch_size=4)
 
 
 # Looped models --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from looped.icl.tasks import PromptPool
 from looped.model import FUSED
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, loss, preset, train, train_seeds, trainer
-from looped.train.divergence import EXPLODED_STEPS
+from looped.train.divergence import EXPLODED_STEPS, why_diverged
 from looped.train.loss import matrix_products, prediction_errors, state_after, window_errors
 from looped.train.recipe import PAPER
 from looped.train.trainer import Run
@@ -307,6 +307,26 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, 
     with pytest.raises(FloatingPointError, match=match):
         train(config, tmp_path, resume=True, progress=False)
     assert not (tmp_path / "model").exists()
+
+
+def test_a_damaged_note_of_divergence_is_passed_over(tmp_path, monkeypatch, caplog):
+    config, path = tiny(n_steps=12, save_every=4), tmp_path / "diverged.json"
+    with monkeypatch.context() as patch:
+        explode_from(patch, 9, 1e4)
+        with pytest.raises(FloatingPointError):
+            train(config, tmp_path, progress=False)
+    whole = path.read_bytes()
+    assert "was exploding" in why_diverged(config, tmp_path)
+    assert why_diverged(tiny(n_steps=13), tmp_path) is None
+    assert not caplog.records
+    for damaged in (b"", whole[:-9], b"\xff" + whole, b"[" * 100_000, b"[]", b"7", b"{}", whole.replace(b"reason", b"reas")):
+        path.write_bytes(damaged)
+        caplog.clear()
+        assert why_diverged(config, tmp_path) is None
+        assert caplog.messages == [f"{path} is damaged and is passed over"]
+    resumed = train(config, tmp_path, resume=True, progress=False)  # this time it does not explode
+    assert not path.exists()
+    assert torch.equal(weights(resumed), weights(train(config, tmp_path / "whole", progress=False)))
 
 
 def test_a_run_that_ends_while_it_explodes_is_no_good_one(tmp_path, monkeypatch):

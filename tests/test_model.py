@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import looped
 from looped.model import loop_count
+from looped.suggestion import suggestion
 
 
 def gpt2_twin(model):
@@ -249,11 +250,24 @@ def test_configuration_errors_name_the_way_out():
         looped.LoopedConfig.from_dict({"n_head": 4})
     with pytest.raises(ValueError, match="unknown key 'n_embd'; did you mean 'd_model'"):
         looped.icl_config(n_embd=4)
+    with pytest.raises(ValueError, match=r"unknown key 'zzz'; choose from input_kind, n_dims, .*, loop_norm, n_loops$"):
+        looped.icl_config(zzz=4)
     config = looped.icl_config()
     assert looped.LoopedConfig.from_dict(config.to_dict()) == config
     assert config.replace(n_loops=7).n_loops == 7
     wider = config.replace(d_model=512)
     assert (wider.head_dim, wider.d_ff) == (64, 2048)
+
+
+def test_a_name_is_suggested_only_where_one_is_alike():
+    names = ["relative", "contraction", "linear_regression"]
+    assert suggestion("relative_", names) == "; did you mean 'relative'?"
+    assert suggestion("linear", names, listed=True) == f"; did you mean 'linear_regression'? (of {', '.join(names)})"
+    for unlike in ("kl", "l", "", None, 7):
+        assert suggestion(unlike, names) == suggestion(unlike, names, listed=True) == f"; choose from {', '.join(names)}"
+    assert suggestion("kl", []) == ""
+    many = [f"{letter}{letter}" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGH"]
+    assert suggestion("kl", many).endswith("yy, zz, AA, BB, CC, DD and 4 more")
     assert looped.icl_config(head_dim=5, n_heads=3).replace(d_model=32).head_dim == 5
     assert loop_count(4) == 4
 

@@ -174,7 +174,7 @@ def test_a_mistake_in_a_program_is_one_line(tmp_path):
     path = tmp_path / "wrong.subleq"
     path.write_text("x: 1\nsubleq x y\n")
     output = looped("run", path, code=2)
-    assert output == "looped: wrong.subleq:2:10: there is no cell named 'y'; did you mean 'x'?\n"
+    assert output == "looped: wrong.subleq:2:10: there is no cell named 'y'; choose from x, ZERO, MINUS_ONE\n"
     path.write_text("x: 40000\nhalt\n")
     assert "use --wrap" in looped("run", path, code=2)
     assert "x = -25536" in looped("run", path, "--wrap")

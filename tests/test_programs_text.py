@@ -49,7 +49,7 @@ SUBLEQ_ERRORS = [
     ("x: 1\nx: 2\nhalt", "p:2:1: 'x' is named twice, first in line 1"),
     ("x: 1\nx: halt", "p:2:1: 'x' is named twice"),
     ("x: 40000\nhalt", r"p:1:4: 40000 does not fit words of 16 bits, which hold -32768 .. 32767; use --wrap or wider words"),
-    ("x: 1\nsubleq x y\nhalt", "p:2:10: there is no cell named 'y'; did you mean 'x'"),
+    ("x: 1\nsubleq x y\nhalt", "p:2:10: there is no cell named 'y'; choose from x, ZERO, MINUS_ONE$"),
     ("x: 1\nsubleq x x away\nhalt", "p:2:12: there is no command named 'away'"),
     ("x: 1\nhere: subleq x here\nhalt", "p:2:16: 'here' names a command"),
     ("x: 1\nsubleq x x x\nhalt", "p:2:12: 'x' names a cell"),
@@ -176,7 +176,7 @@ FLEQ_ERRORS = [
     ("nop if ONE -> l\nhalt", "p:1:15: there is no command named 'l'"),
     ("nop if ONE l\nhalt", "p:1:5: write: if FLAG -> LABEL"),
     ("l: halt\nlet b = 1\ncopy l, b", "p:3:6: 'l' is named twice|p:3:6: 'l' names a command"),
-    ("mull a, b\nhalt", "p:1:1: 'mull' is no command; did you mean"),
+    ("mull a, b\nhalt", "p:1:1: 'mull' is no command; did you mean 'emul'"),
     ("mm a, ONE\nhalt", "p:1:1: write: mm C, A, B"),
     ("let A = ZEROS (3, 99)\nhalt", "p:1:9: write: ZEROS"),
 ]

@@ -299,6 +299,35 @@ def test_rounding_level_passes_without_a_rate():
     assert looped.solve(stepped, x, exit=Contraction(tol=1e-3))[0].n_loops == 1
 
 
+def test_exits_by_mapping(backend):
+    model, x = icl_model(std=0.1), prompts(3)
+    mapping, rule = {"rule": "contraction", "tol": 0.1, "min_loops": 4}, Contraction(tol=0.1, min_loops=4)
+    want = looped.solve(model, x, n_loops=30, exit=rule)
+    assert want.n_loops.max() < 30
+    got = looped.solve(model, x, n_loops=30, exit=mapping)
+    one_by_one = looped.solve_iter(model, x, n_loops=30, exit=mapping, backend=backend)
+    assert got.n_loops.tolist() == [result.n_loops for result in one_by_one] == want.n_loops.tolist()
+    assert got.state.stopping == want.state.stopping
+    assert torch.equal(got.y, want.y)
+    assert mapping == {"rule": "contraction", "tol": 0.1, "min_loops": 4}
+    for call in (looped.solve, looped.solve_iter):
+        for wrong, message in [
+            ({"rule": "contractoin"}, "'contractoin' is not a rule; did you mean 'contraction'"),
+            ({"rule": "kl"}, r"exit='kl' is not a rule; choose from fixed, exact, .*, readout$"),
+            ({"rule": None}, "exit=None is not a rule"),
+            ({"tol": 1}, r"exit=\{'tol': 1\} has no 'rule'; choose from fixed"),
+            ({"rule": "relative", "tolerance": 1}, "has no 'tolerance'; did you mean 'tol'"),
+            ({"rule": "relative", "tol": -1}, "tol=-1 must be a number"),
+            ({"rule": "relative", "scope": "token"}, "language models"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                call(model, x, exit=wrong)
+    with pytest.raises(ValueError, match="no 'tolerance'; did you mean 'tol'"):
+        make_exit("relative", tolerance=1)
+    with pytest.raises(ValueError, match="tol go with the name of a rule"):
+        make_exit({"rule": "relative"}, tol=1)
+
+
 @pytest.mark.eager_only
 def test_a_rule_of_your_own():
     class AfterFive(ExitRule):
@@ -518,6 +547,26 @@ def test_states_are_kept_apart():
             looped.solve(model, other, n_loops=9, state=looped.solve(model, x, n_loops=5).state)
 
 
+def test_results_are_shown_in_one_line_each(backend):
+    model, x = icl_model(std=0.1), prompts(3) * torch.tensor([0.1, 1, 3], dtype=torch.float64)[:, None, None]
+    result = looped.solve(model, x, n_loops=9, exit=Contraction(tol=0.1))
+    loops = result.n_loops.tolist()
+    assert min(loops) < max(loops) == loops[0] == 9
+    n_ended = int((result.status == Status.CONVERGED).sum())
+    counted = f"loops min {min(loops)}, mean {sum(loops) / 3:.4g}, max 9)"
+    assert repr(result) == f"LoopResult(3 prompts, backend {backend}: {3 - n_ended} MAX_LOOPS, {n_ended} CONVERGED; {counted}"
+    assert repr(result.state.select([0])).startswith("LoopState(1 prompt, y [1, 9, 16]")
+    assert repr(result.state) == f"LoopState(3 prompts, y [3, 9, 16] torch.float64; {counted}"
+    assert repr(result[0]) == (
+        f"PromptResult(MAX_LOOPS after 9 loops, residual {result.residual[0]:.3g}, y [9, 16] torch.float64, prediction [5])"
+    )
+    empty = looped.solve(model, x[:0])
+    assert repr(empty) == f"LoopResult(0 prompts, backend {backend})"
+    assert repr(empty.state).endswith(", 16] torch.float64)")
+    begun = looped.loop.LoopState(result.y, {}, result.state.stopping)
+    assert repr(begun) == "LoopState(3 prompts, y [3, 9, 16] torch.float64; no loop has begun)"
+
+
 def test_a_state_knows_its_prompts_to_the_last_bit():
     model, x = icl_model(std=0.15), prompts(3)
     state = looped.solve(model, x, n_loops=5).state
@@ -570,9 +619,11 @@ def test_what_is_no_length_loop_count_or_tolerance_is_refused():
     for tol in (True, np.True_, "1e-3", None, -1, math.nan):
         with pytest.raises(ValueError, match=r"Contraction: tol=.* must be a number of at least 0"):
             Contraction(tol=tol)
-    for count in (True, np.True_, 2.0, "2", None, -1):
+    for count in (True, np.True_, torch.tensor(True), 2.0, "2", None, -1):
         with pytest.raises(ValueError, match=r"Contraction: min_loops=.* must be an integer of at least 0"):
             Contraction(min_loops=count)
+        with pytest.raises(ValueError, match=r"Anderson: depth=.* is not one of 1, 2, 3"):
+            looped.Anderson(count)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -581,8 +632,11 @@ def test_numbers_of_numpy_are_numbers():
     same = Readout(tol=float(np.float32(1e-3)), min_loops=3, check_every=1, patience=2)
     assert rule == same
     assert {type(value) for value in vars(rule).values()} == {float, int, str}
-    result = looped.solve(model, x, exit=rule, n_loops=np.int64(40), lengths=np.array([9, 4]))
-    expected = looped.solve(model, x, exit=same, n_loops=40, lengths=[9, 4])
+    anderson = looped.Anderson(np.int64(2))
+    assert anderson == looped.Anderson(2) == looped.Anderson(torch.tensor(2))
+    assert type(anderson.depth) is int
+    result = looped.solve(model, x, exit=rule, n_loops=np.int64(40), lengths=np.array([9, 4]), accelerate=anderson)
+    expected = looped.solve(model, x, exit=same, n_loops=40, lengths=[9, 4], accelerate=looped.Anderson(2))
     assert torch.equal(result.y, expected.y)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from looped.exits import Memory
+from looped.exits import Memory, integer_of
 
 RIDGE = 1e-8  # of the trace of the normal equations
 
@@ -23,8 +23,10 @@ class Anderson:
     depth: int = 3
 
     def __post_init__(self) -> None:
-        if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth not in (1, 2, 3):
+        depth = integer_of(self.depth)
+        if depth not in (1, 2, 3):
             raise ValueError(f"Anderson: depth={self.depth!r} is not one of 1, 2, 3")
+        object.__setattr__(self, "depth", depth)  # it may have been NumPy's
 
     def start(self, y: Tensor) -> Memory:
         """An empty history for states y [n, T, C]."""

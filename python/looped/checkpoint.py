@@ -59,7 +59,10 @@ def load_model(folder: str | os.PathLike[str]) -> LoopedTransformer:
     """
     folder, who = Path(folder), "load_model"
     if folder.is_file():
-        raise ValueError(f"{who}: {folder} is a file; pass the folder that save_model wrote")
+        raise ValueError(
+            f"{who}: {folder} is a file; pass the folder that save_model wrote. A bare state dict has no configuration: "
+            "model = LoopedTransformer(config); model.load_state_dict(...)"
+        )
     fields = _read_json(who, folder / CONFIG_FILE)
     if (found := fields.pop("format", None)) != FORMAT:
         raise ValueError(
@@ -97,7 +100,8 @@ def load_checkpoint(
       a model of today's code, and activation="gelu_tanh" for one of older code. Each unit is off by up to 5e-4 with the other.
     - Hugging Face GPT-2: a folder with config.json and model.safetensors, else pytorch_model.bin; or a state dict alone,
       which is taken to have GPT-2's own activation, gelu_new (tanh).
-    - A folder of `save_model`, which takes no fields.
+    - A folder of `save_model`, which takes no fields. A bare state dict of ours is an error that says how to load it:
+      nothing in it tells how the model loops.
 
     Parameters
         source: the folder or file, exactly that one being read; or a state dict. Wrappers {'model': ...},

@@ -6,12 +6,13 @@ Letters used in the whole package: B prompts, T tokens, C width, H heads, L loop
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from looped.suggestion import suggestion
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "input_kind": ("features", "tokens", "states"),
@@ -40,7 +41,7 @@ ELSEWHERE |= {"block_size": "n_positions", "intermediate_size": "d_ff", "n_inner
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig:
-    """Architecture of a `LoopedTransformer`. Frozen; an unknown key is an error that names the nearest.
+    """Architecture of a `LoopedTransformer`. Frozen; an unknown key is an error that names the nearest, or all.
 
     The defaults are the looped in-context learner of Yang et al. (2024), "Looped Transformers are Better at
     Learning Learning Algorithms": one GPT-2 block, prompt added before every loop, positions and final norm in every loop.
@@ -213,18 +214,18 @@ class LoopedConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoopedConfig:
-        """The inverse of `to_dict`. Raises ValueError that names the nearest field for an unknown key."""
+        """The inverse of `to_dict`. Raises ValueError that names the nearest field, or all, for an unknown key."""
         cls.check_names(values)
         return cls(**values)
 
     @classmethod
     def check_names(cls, values: Mapping[str, Any]) -> None:
-        """Raises ValueError that names the nearest field for an unknown key."""
+        """Raises ValueError that names the nearest field, or all, for an unknown key."""
         known = [field.name for field in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"LoopedConfig: unknown key {key!r}; did you mean {nearest!r}?")
+                meant = f"; did you mean {ELSEWHERE[key]!r}?" if key in ELSEWHERE else suggestion(key, known)
+                raise ValueError(f"LoopedConfig: unknown key {key!r}{meant}")
 
 
 def icl_config(

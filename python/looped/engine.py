@@ -17,7 +17,7 @@ from torch import Tensor
 from looped import conversion
 from looped.accelerate import Anderson
 from looped.backends import cpu, device, eager, graph, triton, triton_decode
-from looped.exits import ExitRule
+from looped.exits import Exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
 from looped.model import LoopedTransformer
 from looped.parts import Part, by_length, run_parts
@@ -38,7 +38,7 @@ def solve(
     *,
     lengths: Tensor | Sequence[int] | None = None,
     n_loops: int | None = None,
-    exit: ExitRule | str | None = None,
+    exit: Exit = None,
     on_stall: str = "ignore",
     accelerate: Anderson | str | None = None,
     state: LoopState | Prompts | None = None,
@@ -58,7 +58,7 @@ def solve(
         lengths: tokens of each prompt of a padded batch, int [B]; None means that all T are its own.
         n_loops: the most loops, a total over resumed calls; default `model.config.n_loops`. 0 returns the initial state. An
             integer or 0-d integer tensor; 4.0 is a TypeError.
-        exit: an exit rule of `looped.exits`, its name, or None for all loops.
+        exit: an exit rule of `looped.exits`, its name, a mapping ``{"rule": name, field: value, ...}``, or None for all loops.
         on_stall: when a state goes on changing without coming closer to rest: ``"ignore"``, ``"exit"``, or ``"damp"``
             (Y + 0.5 (F - Y) from then on; a second stall exits). docs/exits.md has the whole rule.
         accelerate: ``"anderson"`` or `Anderson(depth)`; None for plain iteration.
@@ -112,7 +112,7 @@ def solve_iter(
     *,
     batch_size: int = 256,
     n_loops: int | None = None,
-    exit: ExitRule | str | None = None,
+    exit: Exit = None,
     on_stall: str = "ignore",
     accelerate: Anderson | str | None = None,
     return_predictions: bool = False,
@@ -171,7 +171,7 @@ def solve_iter(
 def _spec(
     model: LoopedTransformer,
     n_loops: int | None,
-    exit: ExitRule | str | None,
+    exit: Exit,
     on_stall: str,
     accelerate: Anderson | str | None,
     return_predictions: bool,

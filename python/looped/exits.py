@@ -9,10 +9,9 @@ it runs on the eager backend.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from looped.model import MOST_LOOPS
+from looped.suggestion import suggestion
 
 Memory = dict[str, Tensor]
 
@@ -61,6 +61,16 @@ class Step(NamedTuple):
         return self.g.dim() == 2
 
 
+def integer_of(value: Any) -> int | None:
+    """An integer of any kind (NumPy's, or of a tensor) as an int; None for all else, and for booleans of any kind."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExitRule:
     """Fields that all rules share.
@@ -88,11 +98,8 @@ class ExitRule:
 
     def _check_counter(self, name: str, least: int) -> None:
         value: Any = getattr(self, name)
-        try:
-            count = -1 if isinstance(value, bool) else operator.index(value)
-        except TypeError:
-            count = -1
-        if count < least:
+        count = integer_of(value)
+        if count is None or count < least:
             raise ValueError(f"{type(self).__name__}: {name}={value!r} must be an integer of at least {least}")
         object.__setattr__(self, name, count)  # it may have been NumPy's
         if count > MOST_LOOPS:
@@ -247,22 +254,41 @@ RULES: dict[str, type[ExitRule]] = {
 }
 
 
-def make_exit(rule: ExitRule | str | None, **fields: Any) -> ExitRule:
-    """The rule itself, a rule by its name in `RULES` with some fields set, or `Fixed` for None."""
+Exit = ExitRule | str | Mapping[str, Any] | None
+
+
+def make_exit(rule: Exit, **fields: Any) -> ExitRule:
+    """The rule itself, one by ``{"rule": name, field: value, ...}``, one by its name in `RULES` with some fields set, or
+    `Fixed` for None.
+
+    Raises ValueError that names the nearest, or all, for an unknown name or field; TypeError for anything else.
+    """
     if isinstance(rule, str):
-        if rule not in RULES:
-            nearest = difflib.get_close_matches(rule, RULES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"exit={rule!r} is not a rule; did you mean {nearest!r}? (of {', '.join(RULES)})")
-        known = [f.name for f in dataclasses.fields(RULES[rule])]
-        for name in fields:
-            if name not in known:
-                raise ValueError(f"exit {rule!r} has no {name}; it has {', '.join(known)}")
-        return RULES[rule](**fields)
-    if rule is not None and not isinstance(rule, ExitRule):
-        raise TypeError(f"exit must be a rule, its name or None, got {type(rule).__name__}; subclass ExitRule for your own")
+        return rule_of({"rule": rule} | fields, RULES)
     if fields:
         raise ValueError(f"make_exit: {', '.join(fields)} go with the name of a rule, got {rule!r}")
+    if isinstance(rule, Mapping):
+        return rule_of(rule, RULES)
+    if rule is not None and not isinstance(rule, ExitRule):
+        raise TypeError(
+            f"exit must be a rule, its name, a mapping or None, got {type(rule).__name__}; subclass ExitRule for your own"
+        )
     return Fixed() if rule is None else rule
+
+
+def rule_of(mapping: Mapping[str, Any], rules: Mapping[str, type[ExitRule]], **defaults: Any) -> ExitRule:
+    """A rule by ``{"rule": name in rules, field: value, ...}``; defaults are fields that the mapping may set otherwise."""
+    fields = dict(mapping)
+    if "rule" not in fields:
+        raise ValueError(f"exit={fields!r} has no 'rule'{suggestion('', rules)}")
+    name = fields.pop("rule")
+    if not isinstance(name, str) or name not in rules:
+        raise ValueError(f"exit={name!r} is not a rule{suggestion(name, rules, listed=True)}")
+    known = [field.name for field in dataclasses.fields(rules[name])]
+    for field in fields:
+        if field not in known:
+            raise ValueError(f"exit {name!r} has no {field!r}{suggestion(field, known, listed=True)}")
+    return rules[name](**defaults | fields)
 
 
 class Watch:

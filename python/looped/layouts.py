@@ -23,6 +23,7 @@ from looped.model import LoopedTransformer
 
 LOOPED_ICL_ROOT = "_backbone.transformer."
 ROOTS = (LOOPED_ICL_ROOT, "_backbone.", "transformer.", "")
+OWN_KEY = re.compile(r"(transformer\.)?core\.0\.attn\.qkv\.weight$")  # ours; with the prefix a language model's
 IN_LAYER = {
     "ln_1": "norm_1",
     "attn.c_attn": "attn.qkv",
@@ -147,6 +148,12 @@ def _find_root(where: str, keys: Collection[str]) -> str:
     for root in ROOTS:
         if any(key.startswith(root + "h.") for key in keys):
             return root
+    if own := next(filter(None, (OWN_KEY.match(key) for key in keys)), None):
+        name, load = ("LoopedGPT2", "LoopedGPT2.from_pretrained") if own[1] else ("LoopedTransformer", "load_model")
+        raise ValueError(
+            f"{where} has the weights of a {name}, which alone tell no configuration; pass the saved folder to {load}, or "
+            f"make the model and load them: model = {name}(config); model.load_state_dict(...)"
+        )
     raise ValueError(
         f"{where} has {listed(keys) or 'no keys'}, which is no known layout; known are looped ICL (_backbone.transformer.h.*), "
         "Garg et al. (_backbone.h.*), nanoGPT (transformer.h.*) and GPT-2 (transformer.h.* or h.*)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
 from looped.config import LoopedConfig
-from looped.exits import RULES, Exact, ExitRule, Memory, make_exit
+from looped.exits import RULES, Exact, Exit, ExitRule, Memory, make_exit
 from looped.model import loop_count
 
 
@@ -58,7 +59,7 @@ class LoopSpec:
         cls,
         config: LoopedConfig,
         n_loops: int,
-        exit: ExitRule | str | None,
+        exit: Exit,
         on_stall: str,
         accelerate: Anderson | str | None,
         return_predictions: bool,
@@ -112,6 +113,10 @@ class LoopState:
         sums = None if self.prompt_sums is None else self.prompt_sums[rows]
         return LoopState(self.y[rows], memory, self.stopping, sums, self.weights_sum)
 
+    def __repr__(self) -> str:
+        done = _loops(self.memory["t"]) if "t" in self.memory else "; no loop has begun"
+        return f"LoopState({_prompts(len(self.y))}, y {list(self.y.shape)} {self.y.dtype}{done})"
+
 
 torch.serialization.add_safe_globals([LoopState, Anderson, *RULES.values()])  # weights_only=True reads a saved state
 
@@ -128,6 +133,10 @@ class PromptResult:
     predictions: Tensor | None
     n_loops_by_token: Tensor | None
     state: LoopState
+
+    def __repr__(self) -> str:
+        shapes = f"y {list(self.y.shape)} {self.y.dtype}, prediction {list(self.prediction.shape)}"
+        return f"PromptResult({self.status.name} after {self.n_loops} loops, residual {self.residual:.3g}, {shapes})"
 
 
 @dataclass(frozen=True)
@@ -169,6 +178,11 @@ class LoopResult:
     def __len__(self) -> int:
         return len(self.n_loops)
 
+    def __repr__(self) -> str:
+        counts = Counter(self.status.tolist())
+        ended = ", ".join(f"{count} {Status(status).name}" for status, count in sorted(counts.items()))
+        return f"LoopResult({_prompts(len(self))}, backend {self.backend}{': ' * bool(ended)}{ended}{_loops(self.n_loops)})"
+
     def __getitem__(self, i: int) -> PromptResult:
         """The result of prompt i."""
         predictions, by_token = self.predictions, self.n_loops_by_token
@@ -182,6 +196,17 @@ class LoopResult:
             n_loops_by_token=None if by_token is None else by_token[i].clone(),
             state=self.state.select([range(len(self))[i]]),
         )
+
+
+def _prompts(n: int) -> str:
+    return f"{n} prompt{'s' * (n != 1)}"
+
+
+def _loops(counts: Tensor) -> str:
+    """The end of a summary: loops of the prompts, int64 [B]."""
+    if not len(counts):
+        return ""
+    return f"; loops min {int(counts.min())}, mean {float(counts.double().mean()):.4g}, max {int(counts.max())}"
 
 
 class Interrupted(KeyboardInterrupt):

@@ -31,7 +31,7 @@ from torch import Tensor
 from looped.accelerate import Anderson
 from looped.backends import cpu, device, eager, graph, triton
 from looped.config import LoopedConfig
-from looped.exits import RULES, ExitRule, make_exit
+from looped.exits import RULES, Exit, make_exit
 from looped.loop import LoopResult, LoopSpec, Status
 from looped.model import FUSED, LoopedTransformer
 from looped.parts import Part, Run, by_length, run_parts
@@ -54,7 +54,7 @@ def encode(
     config: LoopedConfig,
     *,
     n_loops: int,
-    exit: ExitRule | str | None = None,
+    exit: Exit = None,
     on_stall: str = "ignore",
     accelerate: Anderson | str | None = None,
     return_predictions: bool = False,

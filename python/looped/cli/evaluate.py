@@ -57,7 +57,7 @@ def evaluate_command(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Score MODEL in context on fresh prompts, beside classical baselines.
+    """Score MODEL in context on fresh prompts, beside classical baselines. Ctrl-C keeps the prompts that are finished.
 
     MODEL is a folder or file of any layout that looped reads, the folder of a run of `looped train`, or the name of a
     bundled model; by default the bundled linear-regression model.
@@ -67,7 +67,7 @@ def evaluate_command(
     from looped.accelerate import Anderson
     from looped.exits import make_exit
     from looped.icl.baselines import baselines_for
-    from looped.icl.evaluate import SLOW_PROMPTS, evaluate
+    from looped.icl.evaluate import SLOW_PROMPTS, EvaluationInterrupted, evaluate
     from looped.icl.predictor import LoopedPredictor
     from looped.icl.tasks import make_task
 
@@ -113,16 +113,20 @@ def evaluate_command(
             bar.set_postfix_str(name)
             bar.update(n_done)
 
-        result = evaluate(
-            functions,
-            predictors,
-            n_prompts=n_prompts,
-            n_points=n_points,
-            seed=seed,
-            batch_size=batch_size,
-            n_loops_settling=300 if settling else 0,
-            progress=progress,
-        )
+        stopped = None
+        try:
+            result = evaluate(
+                functions,
+                predictors,
+                n_prompts=n_prompts,
+                n_points=n_points,
+                seed=seed,
+                batch_size=batch_size,
+                n_loops_settling=300 if settling else 0,
+                progress=progress,
+            )
+        except EvaluationInterrupted as stop:
+            result, stopped = stop.result, stop
     if as_json:
         click.echo(json.dumps(result.to_dict()))
     else:
@@ -139,3 +143,5 @@ def evaluate_command(
         result.save(out)
         plot_evaluation(result, out / "evaluation.png")
         click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
+    if stopped:
+        raise KeyboardInterrupt(f"{stopped}, which are shown")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import time
 from typing import Any, NamedTuple
 
 from looped.experiments.lab import Lab
 from looped.experiments.outcome import Outcome
+from looped.suggestion import suggestion
 from looped.train import TrainConfig
 
 
@@ -42,8 +42,7 @@ def models_of(name: str, lab: Lab) -> dict[str, TrainConfig]:
     not ask for or that do not fit.
     """
     if name not in EXPERIMENTS:
-        nearest = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown experiment {name!r}; did you mean {nearest!r}? (of {', '.join(EXPERIMENTS)})")
+        raise ValueError(f"unknown experiment {name!r}{suggestion(name, EXPERIMENTS, listed=True)}")
     if lab.data != "bundled" and name != "tabular":
         raise ValueError(f"{name} reads no tables, and data={lab.data!r} is for the experiment tabular; leave it out")
     wanted = dict(_module(name).runs(lab).values())

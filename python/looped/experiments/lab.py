@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from looped.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
+from looped.suggestion import suggestion
 from looped.train import Ramp, TrainConfig, preset, train, usable_device
 from looped.train.divergence import why_diverged
 
@@ -86,9 +86,8 @@ class Lab:
         """Raises ValueError for a given model that the experiment does not ask for, or that does not fit what it asks for."""
         for name in self.given:
             if name not in wanted:
-                nearest = difflib.get_close_matches(name, wanted, n=1, cutoff=0.0)[0]
                 raise ValueError(
-                    f"{experiment} uses no model {name!r}; did you mean {nearest!r}? "
+                    f"{experiment} uses no model {name!r}{suggestion(name, wanted)} "
                     f"(looped experiment {experiment} --preset {self.preset} --list names all {len(wanted)})"
                 )
             self._check_fit(name, wanted[name])

@@ -7,7 +7,6 @@ All look alike: `predict(xs, ys)` gives [B, n], entry i made from pairs 0 .. i-1
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import math
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from looped.icl import tasks
+from looped.suggestion import suggestion
 
 if TYPE_CHECKING:
     import numpy as np
@@ -333,7 +333,7 @@ _FOR_TASK: dict[str, tuple[Baseline, ...]] = {
 
 
 def make_baseline(name: str, **options: Any) -> Baseline:
-    """A baseline by its name in `BASELINES`. Raises ValueError that names the nearest for an unknown one."""
+    """A baseline by its name in `BASELINES`. Raises ValueError that names the nearest, or all, for an unknown one."""
     return _lookup("baseline", BASELINES, name)(**options)
 
 
@@ -341,13 +341,12 @@ def baselines_for(task_name: str) -> list[Baseline]:
     """The baselines published for a task of `tasks.TASKS`, and for noisy regression ridge, the best there.
 
     Those that need an optional package are listed where it is missing: ask `is_available`. Raises ValueError that names the
-    nearest for an unknown task.
+    nearest, or all, for an unknown task.
     """
     return list(_lookup("task", _FOR_TASK, task_name))
 
 
 def _lookup(what: str, table: dict[str, Any], name: str) -> Any:
     if name not in table:
-        nearest = difflib.get_close_matches(name, table, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown {what} {name!r}; did you mean {nearest!r}? (of {', '.join(table)})")
+        raise ValueError(f"unknown {what} {name!r}{suggestion(name, table, listed=True)}")
     return table[name]

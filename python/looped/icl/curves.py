@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,13 +56,19 @@ class RunningCurve:
                 self.sums.append(np.zeros_like(row))
                 self.counts.append(np.zeros(len(row), dtype=np.int64))
             finite = np.isfinite(row)
-            self.sums[-1] += np.where(finite, row, 0.0)
-            self.counts[-1] += finite
+            self.sums[-1] = self.sums[-1] + np.where(finite, row, 0.0)  # not in place: copies share the arrays
+            self.counts[-1] = self.counts[-1] + finite
             self.n_open = (self.n_open + 1) % self.block_size
             if len(self.sums) == MAX_BLOCKS and not self.n_open:
                 self.sums = list(np.stack(self.sums).reshape(MAX_BLOCKS // 2, 2, -1).sum(axis=1))
                 self.counts = list(np.stack(self.counts).reshape(MAX_BLOCKS // 2, 2, -1).sum(axis=1))
                 self.block_size *= 2
+
+    def copy(self) -> RunningCurve:
+        """The curve as of now, which what is added later does not change."""
+        other = copy.copy(self)
+        other.sums, other.counts = list(self.sums), list(self.counts)
+        return other
 
     def mean(self) -> list[float]:
         """The mean so far, NaN where nothing was measured; without the interval, which takes longer."""

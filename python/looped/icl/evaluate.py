@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -104,6 +105,21 @@ class Evaluation:
         write_atomically(folder / "evaluation.csv", self.to_csv().encode())
 
 
+class EvaluationInterrupted(KeyboardInterrupt):
+    """Ctrl-C stopped `evaluate`. `result` scores the prompts of the finished batches, as an evaluation of so many does.
+
+    In the first batch it has the predictors that were through with it.
+    """
+
+    def __init__(self, result: Evaluation, n_asked: int, left_out: Sequence[str]) -> None:
+        without = f" (without {', '.join(left_out)})" if left_out else ""
+        super().__init__(f"interrupted after {result.n_prompts} of {n_asked} prompts{without}")
+        self.result, self.n_asked, self.left_out = result, n_asked, left_out
+
+    def __reduce__(self) -> tuple[type[EvaluationInterrupted], tuple[Evaluation, int, Sequence[str]]]:
+        return type(self), (self.result, self.n_asked, self.left_out)
+
+
 def evaluate(
     task: Task,
     predictors: Sequence[Predictor],
@@ -127,6 +143,9 @@ def evaluate(
     n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out. The first looped model is also
         studied damped, accelerated and on float32 states, the others plain alone.
     progress: called with a predictor's name and the number of prompts it has just finished.
+
+    Ctrl-C raises `EvaluationInterrupted`, a KeyboardInterrupt whose `result` has what is finished; a plain one where nothing
+    is.
     """
     if n_prompts < 1 or n_points < 1 or batch_size < 1:
         raise ValueError(f"evaluate: n_prompts={n_prompts}, n_points={n_points} and batch_size={batch_size} must be at least 1")
@@ -143,18 +162,29 @@ def evaluate(
             scorers.append(_LoopedScorer(predictor, task, n_loops_shown, n_loops_settling, with_helps=is_first))
         else:
             scorers.append(_Scorer(predictor, task))
-    n_scored = 0
+
+    def evaluation(scorers: Sequence[_Scorer], n_prompts: int) -> Evaluation:
+        scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
+        return Evaluation(task.name, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
+
+    kept: tuple[list[_Scorer], int] = [], 0
     try:
         for pairs in batches(task, n_prompts, n_points, seed, batch_size):
+            n_before, through = kept[1], []
             for scorer in scorers:
                 n_done = scorer.add(pairs)
+                through.append(scorer.copy())
+                if not n_before or len(through) == len(scorers):
+                    kept = list(through), n_before + len(pairs.ys)
                 if progress and n_done:
                     progress(scorer.predictor.name, n_done)
-            n_scored += len(pairs.ys)
+        return evaluation(scorers, n_prompts)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted after {n_scored} of {n_prompts} prompts; nothing was written") from None
-    scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
-    return Evaluation(task.name, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
+        finished, n_scored = kept
+        if not finished:
+            raise KeyboardInterrupt(f"interrupted before any of {n_prompts} prompts was scored") from None
+        left_out = [scorer.predictor.name for scorer in scorers[len(finished) :]]
+        raise EvaluationInterrupted(evaluation(finished, n_scored), n_prompts, left_out) from None
 
 
 def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:
@@ -200,6 +230,12 @@ class _Scorer:
     def errors(self, predictions: Tensor, ys: Tensor) -> Tensor:
         return (predictions.cpu().double() - ys.double()).square() / self.task.error_scale
 
+    def copy(self) -> _Scorer:
+        """The scores as of now, which what is added later does not change."""
+        other = copy.copy(self)
+        other.by_examples = self.by_examples.copy()
+        return other
+
     def score(self) -> Score:
         return Score(self.by_examples.curve())
 
@@ -243,6 +279,13 @@ class _LoopedScorer(_Scorer):
         assert isinstance(every.predictions, Tensor)
         self.by_loops.add(self.errors(every.predictions[:, : self.n_loops_shown, -1], ys[:, -1:]))
         self.at_trained_loops.add(self.errors(every.predictions[:, self.predictor.n_loops_trained - 1], ys))
+
+    def copy(self) -> _LoopedScorer:
+        other = cast(_LoopedScorer, super().copy())
+        other.by_loops, other.at_trained_loops = self.by_loops.copy(), self.at_trained_loops.copy()
+        other.loops_used, other.statuses = self.loops_used.copy(), self.statuses.copy()
+        other.settling = self.settling and self.settling.copy()
+        return other
 
     def score(self) -> Score:
         n_prompts = sum(self.loops_used.values())

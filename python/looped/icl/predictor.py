@@ -12,7 +12,7 @@ from torch import Tensor
 
 from looped.accelerate import Anderson, make_acceleration
 from looped.engine import solve
-from looped.exits import ExitRule, make_exit
+from looped.exits import Exit, ExitRule, make_exit
 from looped.icl.prompts import interleave
 from looped.loop import LoopResult
 from looped.model import LoopedTransformer
@@ -28,7 +28,7 @@ class LoopedPredictor:
     model: LoopedTransformer
     name: str = "looped"
     n_loops: int | None = None
-    exit: ExitRule | str | None = None
+    exit: Exit = None
     on_stall: str = "ignore"
     accelerate: Anderson | str | None = None
 

@@ -80,6 +80,14 @@ class Settling:
             self.on_grid.append(rests_on_float32_states(self.predictor.model, prompts, self.n_loops))
         return plain
 
+    def copy(self) -> Settling:
+        """The study as of now, which what is added later does not change."""
+        other = copy.copy(self)
+        other.changes, other.moving, other.on_grid = list(self.changes), list(self.moving), list(self.on_grid)
+        other.at_rest = {name: list(batches) for name, batches in self.at_rest.items()}
+        other.loops = {name: list(batches) for name, batches in self.loops.items()}
+        return other
+
     def report(self) -> dict[str, Any]:
         changes = torch.cat(self.changes)
         quantiles = torch.nan_to_num(changes, nan=torch.inf).quantile(

@@ -6,7 +6,6 @@ random numbers, so that prompt i of a seed has the same function and the same Ga
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from looped.icl.tasks import Task, normals
+from looped.suggestion import suggestion
 
 
 class ShiftedPairs(NamedTuple):
@@ -180,10 +180,9 @@ SHIFTS = {shift.name: shift for shift in _ALL}
 
 
 def make_shift(name: str) -> Shift:
-    """A shift by its name in `SHIFTS`. Raises ValueError that names the nearest for an unknown one."""
+    """A shift by its name in `SHIFTS`. Raises ValueError that names the nearest, or all, for an unknown one."""
     if name not in SHIFTS:
-        nearest = difflib.get_close_matches(name, SHIFTS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown shift {name!r}; did you mean {nearest!r}? (of {', '.join(SHIFTS)})")
+        raise ValueError(f"unknown shift {name!r}{suggestion(name, SHIFTS, listed=True)}")
     return SHIFTS[name]
 
 

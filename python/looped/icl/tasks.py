@@ -7,7 +7,6 @@ of a seed is the same whatever the batch size.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from looped.suggestion import suggestion
 
 Parameters = dict[str, Tensor]
 
@@ -260,15 +261,14 @@ TASKS: dict[str, Callable[..., Task]] = {
 def make_task(name: str, n_dims: int, **options: Any) -> Task:
     """A task by its name in `TASKS`, or "tabular" (rows of real tables, `looped.icl.tabular`).
 
-    Raises ValueError that names the nearest for an unknown one.
+    Raises ValueError that names the nearest, or all, for an unknown one.
     """
     if name == "tabular":
         from looped.icl.tabular import TabularTask
 
         return _made(TabularTask, name, n_dims, options)
     if name not in TASKS:
-        nearest = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown task {name!r}; did you mean {nearest!r}? (of {', '.join(TASKS)})")
+        raise ValueError(f"unknown task {name!r}{suggestion(name, TASKS, listed=True)}")
     return _made(TASKS[name], name, n_dims, options)
 
 

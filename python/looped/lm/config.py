@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from transformers import PretrainedConfig
 from looped.config import ELSEWHERE, LoopedConfig
 from looped.lm.exits import Exit, token_rule
 from looped.lm.policy import CachePolicy
+from looped.suggestion import suggestion
 
 MODEL_FIELDS = tuple(field.name for field in dataclasses.fields(LoopedConfig))
 
@@ -45,7 +45,7 @@ class LoopedGPT2Config(PretrainedConfig):
     """A looped language model: tokens in, vocabulary logits out, causal. The defaults are GPT-2 (small), one loop.
 
     Fields of `LoopedConfig` have its meanings and its checks, those of transformers theirs; any other key is a ValueError that
-    names the nearest. Its own are
+    names the nearest, or all. Its own are
 
         cache_policy: which loops keep keys and values: ``"per_loop"`` (exact), ``"last_only"``, ``"modulo(N)"``,
             ``"first_then_shared"``; see `looped.lm.policy`.
@@ -164,13 +164,13 @@ class LoopedGPT2Config(PretrainedConfig):
 
 
 def check_names(kwargs: dict[str, Any]) -> None:
-    """Raises ValueError that names the nearest field for a key that neither looped nor transformers has."""
-    own = [field.name for field in dataclasses.fields(LoopedGPT2Config)]
-    known = {*own, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
+    """Raises ValueError that names the nearest field, or all, for a key that neither looped nor transformers has."""
+    others = [field.name for field in dataclasses.fields(LoopedGPT2Config) if field.name not in MODEL_FIELDS]
+    known = {*MODEL_FIELDS, *others, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
     for key in kwargs:
         if key in ELSEWHERE or key not in known:
-            nearest = ELSEWHERE.get(key) or difflib.get_close_matches(key, own, n=1, cutoff=0.0)[0]
-            raise ValueError(f"LoopedGPT2Config: unknown key {key!r}; did you mean {nearest!r}?")
+            meant = f"; did you mean {ELSEWHERE[key]!r}?" if key in ELSEWHERE else suggestion(key, [*MODEL_FIELDS, *others])
+            raise ValueError(f"LoopedGPT2Config: unknown key {key!r}{meant}")
 
 
 def check_exit(rule: Exit, has_gate: bool) -> None:

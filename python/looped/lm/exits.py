@@ -8,7 +8,6 @@ the model. Thresholds default to those of Huginn (Geiping et al., 2025) and Ouro
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from looped.exits import RULES, ExitRule, Fixed, Memory, Step
+from looped.exits import RULES, Exit, ExitRule, Fixed, Memory, Step, rule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,31 +138,19 @@ TOKEN_RULES: dict[str, type[ExitRule]] = {
     "gate": Gate,
 }
 
-Exit = ExitRule | str | Mapping[str, Any] | None
-
 
 def token_rule(rule: Exit) -> ExitRule:
     """The rule itself, one by its name in `TOKEN_RULES`, one by ``{"rule": name, field: value, ...}``, or `Fixed` for None.
 
-    Raises ValueError that names the nearest for an unknown name or field, and for a rule that freezes prefixes; TypeError for
-    anything else.
+    Raises ValueError that names the nearest, or all, for an unknown name or field, and for a rule that freezes prefixes;
+    TypeError for anything else.
     """
     if rule is None:
         return Fixed(scope="token")
     if isinstance(rule, str):
         rule = {"rule": rule}
     if isinstance(rule, Mapping):
-        fields = dict(rule)
-        name = fields.pop("rule", None)
-        if not isinstance(name, str) or name not in TOKEN_RULES:
-            nearest = difflib.get_close_matches(str(name), TOKEN_RULES, n=1, cutoff=0.0)[0]
-            raise ValueError(f"exit={name!r} is not a rule; did you mean {nearest!r}? (of {', '.join(TOKEN_RULES)})")
-        known = [field.name for field in dataclasses.fields(TOKEN_RULES[name])]
-        for field in fields:
-            if field not in known:
-                nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"exit {name!r} has no {field!r}; did you mean {nearest!r}? (of {', '.join(known)})")
-        rule = TOKEN_RULES[name](**{"scope": "token"} | fields)
+        rule = rule_of(rule, TOKEN_RULES, scope="token")
     if not isinstance(rule, ExitRule):
         raise TypeError(f"exit must be a rule, its name, a mapping or None, got {type(rule).__name__}")
     if rule.scope == "prefix":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
+from looped.suggestion import suggestion
 
 FOLDER = Path(__file__).parent
 
@@ -17,10 +17,9 @@ def bundled_models() -> dict[str, str]:
 
 
 def load_pretrained(name: str) -> LoopedTransformer:
-    """A shipped model by its name. Raises ValueError that names the nearest for an unknown one."""
+    """A shipped model by its name. Raises ValueError that names the nearest, or all, for an unknown one."""
     models = bundled_models()
     if name not in models:
-        nearest = difflib.get_close_matches(name, models, n=1, cutoff=0.0)
-        hint = f"did you mean {nearest[0]!r}? (of {', '.join(models)})" if nearest else "this installation has none"
-        raise ValueError(f"load_pretrained: no model {name!r} is shipped; {hint}")
+        hint = suggestion(name, models, listed=True) or "; this installation has none"
+        raise ValueError(f"load_pretrained: no model {name!r} is shipped{hint}")
     return load_model(models[name])

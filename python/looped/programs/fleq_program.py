@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from looped.programs.source import Place
+from looped.suggestion import suggestion
 
 MOST_WIDTH, MOST_DATA = 64, 1024.0
 IDENTITY = "identity of transpose"  # a name that no text can write
@@ -129,9 +129,7 @@ class FleqProgram:
     def _matrix(self, name: str) -> Matrix:
         if name not in self.names:
             own = [known for known in self.names if known not in self.constants]
-            nearest = difflib.get_close_matches(name, own, n=1, cutoff=0.0)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"{self.name}: there is no matrix named {name!r}{hint}")
+            raise ValueError(f"{self.name}: there is no matrix named {name!r}{suggestion(name, own)}")
         return self.names[name]
 
 

@@ -22,7 +22,6 @@ or #.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from looped.programs.data import SUFFIXES, read_matrix
 from looped.programs.fleq_program import IDENTITY, MOST_WIDTH, FleqCommand, FleqProgram, Matrix, as_matrix, shape_text
 from looped.programs.reachability import notes_on
 from looped.programs.source import Names, Place, ProgramError, Word, integer_of, lines_of
+from looped.suggestion import suggestion
 
 OPERANDS = {"mm": 2, "add": 2, "sub": 2, "emul": 2, "perc": 1, "inv": 1, "sqrt": 1, "sig": 1, "transpose": 1, "copy": 1}
 FUNCTION_OF = {"transpose": "mm", "copy": "add"}
@@ -121,8 +121,7 @@ class _Assembler:
                     rest[at].refuse("write: if FLAG -> LABEL")
                 rest, flag, label = rest[:at], rest[at + 1], rest[at + 3]
             if first.text != "nop" and first.text not in OPERANDS:
-                nearest = difflib.get_close_matches(first.text, [*OPERANDS, "nop", "jmp", "halt", "let"], n=1, cutoff=0.0)
-                first.refuse(f"{first.text!r} is no command; did you mean {nearest[0]!r}?")
+                first.refuse(f"{first.text!r} is no command{suggestion(first.text, [*OPERANDS, 'nop', 'jmp', 'halt', 'let'])}")
             n_operands = 1 + OPERANDS[first.text] if first.text in OPERANDS else 0
             rest = [word for i, word in enumerate(rest) if i % 2 == 0 or word.text != ","]
             if len(rest) != n_operands:
@@ -194,8 +193,7 @@ class _Assembler:
         if name in self.labels:
             word.refuse(f"{name!r} names a command, not a matrix")
         if name not in self.values:
-            nearest = difflib.get_close_matches(name, list(self.values), n=1, cutoff=0.0)
-            word.refuse(f"there is no matrix named {name!r} yet; did you mean {nearest[0]!r}?")
+            word.refuse(f"there is no matrix named {name!r} yet{suggestion(name, self.values)}")
         rows, columns = self.values[name].shape
         if not dot:
             return rows, columns
@@ -246,10 +244,7 @@ class _Assembler:
             flag, jump = zero, len(self.lines)
         if label is not None:
             if label.text not in self.labels:
-                nearest = difflib.get_close_matches(label.text, list(self.labels), n=1, cutoff=0.0)
-                label.refuse(
-                    f"there is no command named {label.text!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")
-                )
+                label.refuse(f"there is no command named {label.text!r}{suggestion(label.text, self.labels)}")
             flag, jump = zero, self.labels[label.text]
         if flag_word is not None:
             flag_shape = self._shape(flag_word)

@@ -14,7 +14,6 @@ from 0. Comments begin with ; or #.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ import numpy as np
 
 from looped.programs.reachability import notes_on
 from looped.programs.source import Names, Place, ProgramError, Word, integer_of, lines_of
+from looped.suggestion import suggestion
 
 RESERVED = frozenset({"subleq", "halt", "zero", "minus_one"})
 MOST_CELLS = 2**20
@@ -122,12 +122,10 @@ def _integer(word: object, what: str) -> int:
 
 
 def cells_named(name: str, names: Mapping[str, range], program: str) -> range:
-    """The cells of `name` or `name+2`. Raises ValueError that names the nearest."""
+    """The cells of `name` or `name+2`. Raises ValueError that names the nearest, or all, for others."""
     base, plus, offset = name.partition("+")
     if base not in names:
-        nearest = difflib.get_close_matches(base, list(names), n=1, cutoff=0.0)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"{program}: there is no cell named {base!r}{hint}")
+        raise ValueError(f"{program}: there is no cell named {base!r}{suggestion(base, names)}")
     if not plus:
         return names[base]
     if not (offset.isdecimal() and len(offset) < 10) or int(offset) >= len(names[base]):
@@ -305,8 +303,7 @@ class _Assembler:
         if word.text in self.names:
             word.refuse(f"{word.text!r} names a cell; c is a command: jumps go to commands")
         if word.text not in self.labels:
-            nearest = difflib.get_close_matches(word.text, list(self.labels), n=1, cutoff=0.0)
-            word.refuse(f"there is no command named {word.text!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else ""))
+            word.refuse(f"there is no command named {word.text!r}{suggestion(word.text, self.labels)}")
         return self.labels[word.text]
 
 

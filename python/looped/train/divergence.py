@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 from looped.checkpoint import write_atomically
 from looped.train.recipe import TrainConfig
+
+log = logging.getLogger(__name__)
 
 EXPLODED = 10.0  # times the error of answering 0 (or all classes alike)
 EXPLODED_STEPS = 20  # so many in a row end the run
@@ -47,10 +50,21 @@ def note(config: TrainConfig, folder: Path, step: int, checkpoint: int, reason: 
 
 
 def why_diverged(config: TrainConfig, folder: Path) -> str | None:
-    """What ended this very run in the folder, where it diverged; else None."""
+    """What ended this very run in the folder, where it diverged; else None.
+
+    A note that is cut or damaged counts as none, with a warning in the log: the run then goes on from its last checkpoint, and
+    leaves a new note where it diverges again.
+    """
     path = folder / FILE
-    left = json.loads(path.read_text()) if path.exists() else {}
-    return str(left["reason"]) if left.get("config") == json.loads(json.dumps(config.to_dict())) else None
+    if not path.exists():
+        return None
+    try:
+        left = json.loads(path.read_text(encoding="utf-8"))
+        reason, of = left["reason"], left["config"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        log.warning("%s is damaged and is passed over", path)
+        return None
+    return str(reason) if of == json.loads(json.dumps(config.to_dict())) else None
 
 
 def forget_or_raise(config: TrainConfig, folder: Path, resume: bool) -> None:

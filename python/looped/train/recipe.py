@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from looped.config import LoopedConfig, icl_config
 from looped.icl.tasks import Task, make_task
+from looped.suggestion import suggestion
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_dict`. Raises ValueError that names the nearest field for an unknown one."""
+        """The inverse of `to_dict`. Raises ValueError that names the nearest field, or all, for an unknown one."""
         _check_names(values)
         ramps = {name: _ramp(name, values[name]) for name in RAMPS if name in values}
         return cls(**{**values, **ramps, "model": LoopedConfig.from_dict(values["model"])})
@@ -178,8 +178,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
     known = [f.name for f in dataclasses.fields(TrainConfig)]
     for key in values:
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"TrainConfig: unknown field {key!r}; did you mean {nearest!r}?")
+            raise ValueError(f"TrainConfig: unknown field {key!r}{suggestion(key, known)}")
 
 
 def _ramp(name: str, value: Any) -> Ramp:
@@ -252,7 +251,7 @@ def preset(
     if tied and unlooped:
         raise ValueError("preset: tied and unlooped are two twins; choose one")
     if task not in PAPER:
-        make_task(task, 1)  # names the nearest
+        make_task(task, 1)  # says what there is
     run: dict[str, Any]
     options: dict[str, Any] = {}
     if name == "paper":
