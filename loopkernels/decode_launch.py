@@ -30,7 +30,7 @@ class DecodeLaunch(Launch):
     """A row of the decode table. rows: of a tile of `decode_tile`.
 
     block_rows: rows of a block of `prefill_blocks`, for more than 16 new tokens. key_lanes: numbers of one row's keys that
-    `decode_tile` holds at a time. block_keys: keys that `prefill_blocks` holds at a time.
+    `decode_tile` holds at a time, which is two keys at least. block_keys: keys that `prefill_blocks` holds at a time.
     """
 
     block_rows: int = 32

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -149,8 +150,8 @@ def test_import_is_light():
     assert best < 1.5
 
 
-def interrupted_eval(*arguments, wait_for):
-    """Ctrl-C when the bar shows what is waited for: exit code, standard output, standard error."""
+def interrupted_eval(*arguments, wait_for, again_after=None):
+    """Ctrl-C when the bar shows what is waited for, and again after some seconds: exit code, standard output and error."""
     command = [sys.executable, "-u", "-m", "looped.cli", "eval", *map(str, arguments), "--prompts", "1000000", "--threads", "1"]
     heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell may have it ignored for background jobs
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
@@ -159,14 +160,18 @@ def interrupted_eval(*arguments, wait_for):
         text += (more := process.stderr.read(20))
         assert more, f"eval ended by itself: {text}"
     process.send_signal(signal.SIGINT)
+    if again_after:
+        time.sleep(again_after)
+        process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors
     return process.returncode, out, errors
 
 
-def test_an_interrupt_of_eval_keeps_the_finished_prompts(model_folder, tmp_path):
+@pytest.mark.parametrize("again_after", [None, 0.3], ids=["once", "twice"])
+def test_an_interrupt_of_eval_keeps_the_finished_prompts(again_after, model_folder, tmp_path):
     options = ("--no-baselines", "--no-settling", "--batch", 4, "--json", "--out", tmp_path / "out")
-    code, out, errors = interrupted_eval(model_folder, *options, wait_for=r"\| [1-9]\d*/1000000")
+    code, out, errors = interrupted_eval(model_folder, *options, wait_for=r"\| [1-9]\d*/1000000", again_after=again_after)
     assert code == 130, errors
     report = json.loads(out)
     n_prompts = report["n_prompts"]

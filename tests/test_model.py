@@ -265,6 +265,7 @@ def test_a_name_is_suggested_only_where_one_is_alike():
     assert suggestion("linear", names, listed=True) == f"; did you mean 'linear_regression'? (of {', '.join(names)})"
     for unlike in ("kl", "l", "", None, 7):
         assert suggestion(unlike, names) == suggestion(unlike, names, listed=True) == f"; choose from {', '.join(names)}"
+    assert suggestion("RELATIVE", names) == "; did you mean 'relative'?"
     assert suggestion("kl", []) == ""
     many = [f"{letter}{letter}" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGH"]
     assert suggestion("kl", many).endswith("yy, zz, AA, BB, CC, DD and 4 more")

@@ -315,7 +315,7 @@ def test_exits_by_mapping(backend):
             ({"rule": "contractoin"}, "'contractoin' is not a rule; did you mean 'contraction'"),
             ({"rule": "kl"}, r"exit='kl' is not a rule; choose from fixed, exact, .*, readout$"),
             ({"rule": None}, "exit=None is not a rule"),
-            ({"tol": 1}, r"exit=\{'tol': 1\} has no 'rule'; choose from fixed"),
+            ({"tol": 1}, r"exit=\{'tol': 1\} has no 'rule'; add one of fixed"),
             ({"rule": "relative", "tolerance": 1}, "has no 'tolerance'; did you mean 'tol'"),
             ({"rule": "relative", "tol": -1}, "tol=-1 must be a number"),
             ({"rule": "relative", "scope": "token"}, "language models"),

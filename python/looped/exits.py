@@ -280,7 +280,7 @@ def rule_of(mapping: Mapping[str, Any], rules: Mapping[str, type[ExitRule]], **d
     """A rule by ``{"rule": name in rules, field: value, ...}``; defaults are fields that the mapping may set otherwise."""
     fields = dict(mapping)
     if "rule" not in fields:
-        raise ValueError(f"exit={fields!r} has no 'rule'{suggestion('', rules)}")
+        raise ValueError(f"exit={fields!r} has no 'rule'; add one of {', '.join(rules)}")
     name = fields.pop("rule")
     if not isinstance(name, str) or name not in rules:
         raise ValueError(f"exit={name!r} is not a rule{suggestion(name, rules, listed=True)}")

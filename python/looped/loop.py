@@ -203,8 +203,8 @@ def _prompts(n: int) -> str:
 
 
 def _loops(counts: Tensor) -> str:
-    """The end of a summary: loops of the prompts, int64 [B]."""
-    if not len(counts):
+    """The end of a summary: loops of the prompts, int64 [B]; nothing where there is nothing to read."""
+    if not len(counts) or counts.is_meta:
         return ""
     return f"; loops min {int(counts.min())}, mean {float(counts.double().mean()):.4g}, max {int(counts.max())}"
 

@@ -9,13 +9,15 @@ MOST = 30  # names that are listed
 
 
 def suggestion(word: object, allowed: Iterable[str], *, listed: bool = False) -> str:
-    """``; did you mean 'n_loops'?`` where a name is like the word, or one begins with the other, else ``; choose from``
-    and the names.
+    """``; did you mean 'n_loops'?`` where a name is like the word, or one begins with the other, in letters of either case,
+    else ``; choose from`` and the names.
 
     listed: the names follow a likely one too, in brackets. Empty where nothing is allowed.
     """
-    text, names = str(word), list(allowed)
-    nearest = difflib.get_close_matches(text, names, n=1) or [name for name in names if _begin_alike(name, text)]
+    text, names = str(word).lower(), list(allowed)
+    in_lower_case = {name.lower(): name for name in names}
+    alike = difflib.get_close_matches(text, in_lower_case, n=1) or [name for name in in_lower_case if _begin_alike(name, text)]
+    nearest = [in_lower_case[name] for name in alike]
     known = ", ".join(names[:MOST]) + (f" and {len(names) - MOST} more" if len(names) > MOST else "")
     if nearest:
         return f"; did you mean {nearest[0]!r}?" + (f" (of {known})" if listed else "")

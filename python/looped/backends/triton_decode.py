@@ -58,8 +58,11 @@ def why_not(model: LoopedTransformer) -> str | None:
             return f"the decode kernels have no {precision} launch for {target} ({parameter.device})"
         if config.d_model > max(widths):
             return f"the decode kernels on {target} take widths up to {max(widths)} and the model is {config.d_model} wide"
-        widest = f"up to 64 lanes and no wider than the model of {config.d_model}"
-        return f"the decode kernels on {target} take heads of {widest}, and its heads have {config.head_dim}"
+        heads = [
+            launch.widest_head for launch in launches.LAUNCHES if launch.width >= config.d_model and target in launch.targets
+        ]
+        within = f"heads up to {min(heads)} wide in a model of {config.d_model}"
+        return f"the decode kernels on {target} take {within}, and its heads are {config.head_dim} wide"
     return model.why_not_as_configured()
 
 

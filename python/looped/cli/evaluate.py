@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, use_threads
+
+if TYPE_CHECKING:
+    from looped.icl.evaluate import Evaluation
 
 
 @click.command("eval")
@@ -67,7 +71,7 @@ def evaluate_command(
     from looped.accelerate import Anderson
     from looped.exits import make_exit
     from looped.icl.baselines import baselines_for
-    from looped.icl.evaluate import SLOW_PROMPTS, EvaluationInterrupted, evaluate
+    from looped.icl.evaluate import SLOW_PROMPTS, EvaluationInterrupted, another_interrupt_ignored, evaluate
     from looped.icl.predictor import LoopedPredictor
     from looped.icl.tasks import make_task
 
@@ -127,6 +131,13 @@ def evaluate_command(
             )
         except EvaluationInterrupted as stop:
             result, stopped = stop.result, stop
+    with another_interrupt_ignored() if stopped else nullcontext():
+        _give(result, as_json, out)
+    if stopped:
+        raise KeyboardInterrupt(f"{stopped}, which are shown")
+
+
+def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:
     if as_json:
         click.echo(json.dumps(result.to_dict()))
     else:
@@ -143,5 +154,3 @@ def evaluate_command(
         result.save(out)
         plot_evaluation(result, out / "evaluation.png")
         click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
-    if stopped:
-        raise KeyboardInterrupt(f"{stopped}, which are shown")

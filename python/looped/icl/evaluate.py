@@ -9,8 +9,11 @@ import json
 import logging
 import math
 import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -105,6 +108,19 @@ class Evaluation:
         write_atomically(folder / "evaluation.csv", self.to_csv().encode())
 
 
+@contextmanager
+def another_interrupt_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing inside, so that what a first one left is not lost to a second. A no-op outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class EvaluationInterrupted(KeyboardInterrupt):
     """Ctrl-C stopped `evaluate`. `result` scores the prompts of the finished batches, as an evaluation of so many does.
 
@@ -184,7 +200,9 @@ def evaluate(
         if not finished:
             raise KeyboardInterrupt(f"interrupted before any of {n_prompts} prompts was scored") from None
         left_out = [scorer.predictor.name for scorer in scorers[len(finished) :]]
-        raise EvaluationInterrupted(evaluation(finished, n_scored), n_prompts, left_out) from None
+        with another_interrupt_ignored():  # scoring takes a second or two
+            result = evaluation(finished, n_scored)
+        raise EvaluationInterrupted(result, n_prompts, left_out) from None
 
 
 def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:

@@ -268,7 +268,7 @@ def make_task(name: str, n_dims: int, **options: Any) -> Task:
 
         return _made(TabularTask, name, n_dims, options)
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{suggestion(name, TASKS, listed=True)}")
+        raise ValueError(f"unknown task {name!r}{suggestion(name, [*TASKS, 'tabular'], listed=True)}")
     return _made(TASKS[name], name, n_dims, options)
 
 

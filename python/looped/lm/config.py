@@ -166,10 +166,12 @@ class LoopedGPT2Config(PretrainedConfig):
 def check_names(kwargs: dict[str, Any]) -> None:
     """Raises ValueError that names the nearest field, or all, for a key that neither looped nor transformers has."""
     others = [field.name for field in dataclasses.fields(LoopedGPT2Config) if field.name not in MODEL_FIELDS]
-    known = {*MODEL_FIELDS, *others, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
+    own = [name for name in others if name in LoopedGPT2Config.__annotations__]  # named first, before transformers' many
+    names = list(dict.fromkeys([*own, *MODEL_FIELDS, *others]))
+    known = {*names, *KEYS_OF_TRANSFORMERS, "tie_word_embeddings"}
     for key in kwargs:
         if key in ELSEWHERE or key not in known:
-            meant = f"; did you mean {ELSEWHERE[key]!r}?" if key in ELSEWHERE else suggestion(key, [*MODEL_FIELDS, *others])
+            meant = f"; did you mean {ELSEWHERE[key]!r}?" if key in ELSEWHERE else suggestion(key, names)
             raise ValueError(f"LoopedGPT2Config: unknown key {key!r}{meant}")
 
 

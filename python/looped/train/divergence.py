@@ -61,7 +61,7 @@ def why_diverged(config: TrainConfig, folder: Path) -> str | None:
     try:
         left = json.loads(path.read_text(encoding="utf-8"))
         reason, of = left["reason"], left["config"]
-    except (ValueError, RecursionError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
         log.warning("%s is damaged and is passed over", path)
         return None
     return str(reason) if of == json.loads(json.dumps(config.to_dict())) else None
