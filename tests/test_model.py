@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from models import icl_model, random_weights
@@ -257,6 +258,16 @@ def test_configuration_errors_name_the_way_out():
     assert config.replace(n_loops=7).n_loops == 7
     wider = config.replace(d_model=512)
     assert (wider.head_dim, wider.d_ff) == (64, 2048)
+
+
+def test_integers_of_numpy_and_of_tensors_are_integers():
+    config = looped.icl_config(
+        n_dims=np.int64(3), n_points=5, d_model=np.int32(16), n_heads=torch.tensor(2), n_loops=np.uint8(4)
+    )
+    assert config == looped.icl_config(n_dims=3, n_points=5, d_model=16, n_heads=2, n_loops=4)
+    assert all(type(value) in (int, float, str, bool, type(None)) for value in config.to_dict().values())
+    with pytest.raises(ValueError, match=r"n_loops=.*True.* must be an integer"):
+        looped.icl_config(n_dims=3, n_points=5, n_loops=np.bool_(True))
 
 
 def test_a_name_is_suggested_only_where_one_is_alike():

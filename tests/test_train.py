@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,8 @@ def test_configuration_errors():
         (dict(decay="linear"), "decay='linear'"),
         (dict(rest_weight=1.0, window=1, loops=Ramp(2, 4)), "set window to 2 or more"),
         (dict(n_steps=0), "at least 1"),
+        (dict(seed="4"), "seed='4' must be an integer"),
+        (dict(n_steps=True), "n_steps=True must be an integer"),
     ]:
         with pytest.raises(ValueError, match=message):
             tiny(**changes)
@@ -87,6 +90,17 @@ def test_configuration_errors():
         Ramp(3, 2)
     config = tiny()
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_integers_of_numpy_and_of_tensors_are_integers():
+    config = tiny(seed=np.uint32(7), n_steps=np.int64(12), loops=Ramp(np.int64(2), torch.tensor(4)), points=np.int16(5))
+    assert config == tiny(seed=7, n_steps=12, loops=Ramp(2, 4), points=5)
+    assert json.dumps(config.to_dict()) == json.dumps(tiny(seed=7, n_steps=12, loops=Ramp(2, 4), points=5).to_dict())
+    for wrong in (np.bool_(True), torch.tensor(True), np.float64(4)):
+        with pytest.raises(ValueError, match="must be integers"):
+            Ramp(2, wrong)
+        with pytest.raises(ValueError, match="seed"):
+            tiny(seed=wrong)
 
 
 def test_loss_is_the_last_loops_squared_error_and_the_last_move():

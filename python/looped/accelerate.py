@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from looped.exits import Memory, integer_of
+from looped.exits import Memory
+from looped.integers import integer_of
 
 RIDGE = 1e-8  # of the trace of the normal equations
 

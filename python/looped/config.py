@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from looped.integers import take_integers
 from looped.suggestion import suggestion
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loop_norm": ("each", "once", "none"),
 }
 
+SIZES = dict.fromkeys(("d_model", "n_heads", "head_dim", "d_ff", "n_core", "read_stride"), 1)  # fields and their least values
+SIZES |= dict.fromkeys(("n_prelude", "n_coda", "n_positions", "n_loops"), 0)
+OPTIONAL_SIZES = ("n_dims", "vocab_size", "n_classes")
 
 # What other libraries call a field, where its letters would lead to another one.
 ELSEWHERE = {
@@ -110,6 +114,7 @@ class LoopedConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"LoopedConfig: {name}={value!r} is not one of {', '.join(allowed)}")
+        take_integers(self, (*SIZES, *OPTIONAL_SIZES))
         for name in ("d_model", "n_heads"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -127,13 +132,11 @@ class LoopedConfig:
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))  # made here: torch.compile cannot look into json
 
     def _check_sizes(self) -> None:
-        at_least = dict.fromkeys(("d_model", "n_heads", "head_dim", "d_ff", "n_core", "read_stride"), 1)
-        at_least |= dict.fromkeys(("n_prelude", "n_coda", "n_positions", "n_loops"), 0)
-        for name, least in at_least.items():
+        for name, least in SIZES.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least {least}")
-        for name in ("n_dims", "vocab_size", "n_classes"):
+        for name in OPTIONAL_SIZES:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"LoopedConfig: {name}={value!r} must be an integer of at least 1, or None")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from looped.integers import integer_of
 from looped.model import MOST_LOOPS
 from looped.suggestion import suggestion
 
@@ -59,16 +59,6 @@ class Step(NamedTuple):
     def is_per_token(self) -> bool:
         """Whether the units are tokens (g is [n, T]) or prompts (g is [n])."""
         return self.g.dim() == 2
-
-
-def integer_of(value: Any) -> int | None:
-    """An integer of any kind (NumPy's, or of a tensor) as an int; None for all else, and for booleans of any kind."""
-    if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ al., 2023); the loop, with P added before every pass, is Yang et al. (2024).
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import SupportsIndex
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from looped.config import LoopedConfig
+from looped.integers import integer_of
 from looped.weights import modules_of, weights_of
 
 # Devices, and the dtypes on them, that the operator looped::loop has fused kernels for; looped/op.py enters them.
@@ -412,12 +412,9 @@ MOST_LOOPS = 2**62 - 1  # that a counter of loops holds, with room to count on
 
 def loop_count(n_loops: SupportsIndex, name: str = "n_loops") -> int:
     """Loops as an int. Integers and 0-d integer tensors are accepted; 4.0 and True are TypeErrors, -1 and 2^62 ValueErrors."""
-    if isinstance(n_loops, bool) or (isinstance(n_loops, Tensor) and n_loops.dtype == torch.bool):
+    count = integer_of(n_loops)
+    if count is None:
         raise TypeError(f"{name} must be an integer, got {n_loops!r}")
-    try:
-        count = operator.index(n_loops)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {n_loops!r}") from None
     if count < 0:
         raise ValueError(f"{name} must be 0 or more, got {count}")
     if count > MOST_LOOPS:

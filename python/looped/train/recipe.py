@@ -10,6 +10,7 @@ from typing import Any
 
 from looped.config import LoopedConfig, icl_config
 from looped.icl.tasks import Task, make_task
+from looped.integers import integer_of, take_integers
 from looped.suggestion import suggestion
 
 
@@ -23,6 +24,7 @@ class Ramp:
     every: int = 1
 
     def __post_init__(self) -> None:
+        take_integers(self, ("start", "end", "increment", "every"))
         if any(isinstance(x, bool) or not isinstance(x, int) for x in (self.start, self.end, self.increment, self.every)):
             raise ValueError(f"Ramp: start, end, increment and every must be integers, got {self}")
         if not (self.start <= self.end and self.increment >= 1 and self.every >= 1):
@@ -84,7 +86,8 @@ class TrainConfig:
     keep_every: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("dims", "points", "loops"):
+        take_integers(self, (*COUNTS, "n_distinct"))
+        for name in RAMPS:
             if not isinstance(getattr(self, name), Ramp):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be a Ramp(start, end, increment, every)")
         for name in ("lr", "grad_clip", "weight_decay", "rest_weight"):
@@ -97,23 +100,13 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig: {name} must be above 0")
         if not isinstance(self.model, LoopedConfig):
             raise ValueError(f"TrainConfig: model={self.model!r} must be a LoopedConfig")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"TrainConfig: seed={self.seed} must lie in 0 .. 2^32 - 1")
         if not isinstance(self.task_options, dict):
             raise ValueError(f"TrainConfig: task_options={self.task_options!r} must be a mapping of the task's options")
-        for name in (
-            "window",
-            "batch_size",
-            "n_steps",
-            "warmup_steps",
-            "extra_loops",
-            "settle_from",
-            "seed",
-            "save_every",
-            "keep_every",
-        ):
+        for name in COUNTS:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"TrainConfig: seed={self.seed} must lie in 0 .. 2^32 - 1")
         for name, allowed in (("decay", DECAYS), ("precision", PRECISIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
@@ -170,6 +163,7 @@ class TrainConfig:
 
 
 RAMPS = ("dims", "points", "loops")
+COUNTS = ("window", "batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "seed", "save_every", "keep_every")
 DECAYS = ("none", "cosine")
 PRECISIONS = ("fp32", "tf32", "bf16")
 
@@ -185,8 +179,8 @@ def _ramp(name: str, value: Any) -> Ramp:
     """A Ramp from one, from a mapping of its fields, or from a number that stays."""
     if isinstance(value, Mapping) and {"start", "end"} <= set(value) <= {f.name for f in dataclasses.fields(Ramp)}:
         return Ramp(**value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Ramp(value, value)
+    if (count := integer_of(value)) is not None:
+        return Ramp(count, count)
     if not isinstance(value, Ramp):
         raise ValueError(f"TrainConfig: {name}={value!r} must be a number or start, end, increment and every")
     return value
