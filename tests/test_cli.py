@@ -56,6 +56,30 @@ def test_eval_takes_the_folder_of_a_run_and_names_the_bundled_models(model_folde
         assert "'nosuch' is neither a folder or file nor a bundled model (linear_regression, linear_" in result.stderr
 
 
+def test_eval_draws_what_the_model_was_trained_on(tmp_path):
+    """Family, its numbers and the pairs in a prompt come from the run's train.json, in its folder and in a model's."""
+    options = ("--prompts", 2, "--no-baselines", "--no-settling", "--loops", 2, "--json")
+    report = json.loads(run("eval", "sparse_linear_regression", *options).stdout)
+    assert (report["task"], report["task_options"], report["n_points"]) == ("sparse_linear_regression", {"sparsity": 2}, 17)
+    relu = ("--preset", "tiny", "--task", "relu_2nn_regression", "--set", "n_steps=2", "--set", "keep_every=1")
+    assert run("train", *relu, "--out", tmp_path / "run").exit_code == 0
+    for folder in ("run", "run/model", "run/model_1"):
+        report = json.loads(run("eval", tmp_path / folder, *options).stdout)
+        assert (report["task"], report["task_options"], report["n_points"]) == ("relu_2nn_regression", {"hidden": 4}, 5)
+    other = run("eval", tmp_path / "run", *options, "--task-set", "hidden=3", "--points", 4)
+    report = json.loads(other.stdout)
+    assert (report["task_options"], report["n_points"]) == ({"hidden": 3}, 4)
+    assert "was trained on ReLURegression(n_dims=2, hidden=4), not on ReLURegression(n_dims=2, hidden=3)" in other.stderr
+    other = run("eval", tmp_path / "run", *options, "--task", "linear_regression")
+    assert json.loads(other.stdout)["task_options"] == {}
+    assert "not on LinearRegression(n_dims=2)" in other.stderr
+    (tmp_path / "run" / "train.json").write_text('{"task": 3}')
+    damaged = run("eval", tmp_path / "run", *options)
+    assert damaged.exit_code == 2
+    assert "give --task" in damaged.stderr
+    assert run("eval", tmp_path / "run", *options, "--task", "linear_regression").exit_code == 0
+
+
 def test_eval_prints_tables(model_folder):
     result = run("eval", model_folder, "--prompts", 3, "--no-baselines", "--no-settling", "--exit", "fixed", "--loops", 4)
     assert result.exit_code == 0, result.stderr
@@ -89,6 +113,8 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["eval", "--prompts", "0"], "0 is not in the range"),
         (["eval", "--points", "50", "--prompts", "2"], "positions"),
         (["eval", "--sett"], "No such option"),
+        (["eval", "--task-set", "sparsity"], "--task-set takes KEY=VALUE, got 'sparsity'"),
+        (["eval", "--task", "sparse_linear_regression", "--task-set", "sparsity=9"], "sparsity=9 must lie in 1 .. n_dims=2"),
         (["train"], "Missing option '--out'"),
         (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),
         (["train", "--out", "{tmp}/r", "--set", "n_steps"], "KEY=VALUE"),

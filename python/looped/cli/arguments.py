@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from looped.train import TrainConfig
 
 BUNDLED = "linear_regression"
 
@@ -32,6 +36,30 @@ def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
     return load_checkpoint(folder, **key_values(fields)).float()
 
 
+def run_of(source: str, *, needed: bool) -> TrainConfig | None:
+    """The run that a model of `load_model_of` comes from, as train.json beside it or in the folder above has it; None without.
+
+    A train.json that cannot be read is an error where the run is needed.
+    """
+    from looped.pretrained import bundled_models
+    from looped.train import TrainConfig
+
+    folder = Path(source)
+    if not folder.exists():
+        folder = Path(bundled_models().get(source, source))
+    folder = folder if folder.is_dir() else folder.parent
+    for path in (folder / "train.json", *([folder.parent / "train.json"] if re.match("model(_[0-9]+)?$", folder.name) else [])):
+        try:
+            return TrainConfig.from_dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not needed:
+                return None
+            raise click.UsageError(f"{path} does not say what the model was trained on ({error}); give --task") from None
+    return None
+
+
 def integers(option: str, text: str, least: int) -> list[int]:
     """A list 1,5,20, or a range FIRST:LAST[:STEP] with its last; sorted."""
     try:
@@ -49,12 +77,12 @@ def integers(option: str, text: str, least: int) -> list[int]:
     return sorted(values)
 
 
-def key_values(fields: tuple[str, ...]) -> dict[str, Any]:
+def key_values(fields: tuple[str, ...], option: str = "--set") -> dict[str, Any]:
     values = {}
     for text in fields:
         key, equals, value = text.partition("=")
         if not equals:
-            raise click.UsageError(f"--set takes KEY=VALUE, got {text!r}")
+            raise click.UsageError(f"{option} takes KEY=VALUE, got {text!r}")
         try:
             values[key] = json.loads(value)
         except (ValueError, RecursionError):  # RecursionError: of a thousand brackets

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, use_threads
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, key_values, load_model_of, run_of, use_threads
 
 if TYPE_CHECKING:
     from looped.icl.evaluate import Evaluation
+    from looped.icl.tasks import Task
+    from looped.train import TrainConfig
 
 
 @click.command("eval")
 @click.argument("model", required=False)
 @click.option("--twin", help="A second model to show beside it; default the bundled weight-tied twin of the bundled model.")
-@click.option(
-    "--task", default="linear_regression", show_default=True, help="The family of functions that prompts are drawn from."
-)
+@click.option("--task", help="The family of functions that prompts are drawn from; default what the model was trained on.")
+@click.option("--task-set", "task_fields", multiple=True, metavar="KEY=VALUE", help="A number of the family: sparsity=2.")
 @click.option("--prompts", "n_prompts", default=1280, show_default=True, type=click.IntRange(min=1), help="Fresh prompts.")
-@click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default 2 * dimensions + 1.")
+@click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default as trained.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
 @click.option("--exit", "rule", default="contraction", show_default=True, help="Exit rule, or fixed for the trained loops.")
 @click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 def evaluate_command(
     model: str | None,
     twin: str | None,
-    task: str,
+    task: str | None,
+    task_fields: tuple[str, ...],
     n_prompts: int,
     n_points: int | None,
     seed: int,
@@ -64,7 +66,8 @@ def evaluate_command(
     """Score MODEL in context on fresh prompts, beside classical baselines. Ctrl-C keeps the prompts that are finished.
 
     MODEL is a folder or file of any layout that looped reads, the folder of a run of `looped train`, or the name of a
-    bundled model; by default the bundled linear-regression model.
+    bundled model; by default the bundled linear-regression model. Prompts are those of its training, as its train.json has
+    them; of a model without one, linear regression with 2 * dimensions + 1 pairs.
     """
     from tqdm import tqdm
 
@@ -73,7 +76,6 @@ def evaluate_command(
     from looped.icl.baselines import baselines_for
     from looped.icl.evaluate import SLOW_PROMPTS, EvaluationInterrupted, another_interrupt_ignored, evaluate
     from looped.icl.predictor import LoopedPredictor
-    from looped.icl.tasks import make_task
 
     use_threads(threads)
     if out:
@@ -86,11 +88,12 @@ def evaluate_command(
     config = main_model.config
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
-    functions = make_task(task, config.n_dims)
-    if model is None and task != BUNDLED:
-        click.echo(f"looped: the bundled model was trained on {BUNDLED}, not on {task}", err=True)
+    run = None if fields else run_of(model or BUNDLED, needed=task is None)
+    functions = _functions(run, task, config.n_dims, key_values(task_fields, "--task-set"))
+    if run is not None and functions != run.make_task():
+        click.echo(f"looped: the model was trained on {run.make_task()}, not on {functions}", err=True)
     room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
-    n_points = n_points or min(2 * config.n_dims + 1, room)
+    n_points = n_points or (run.points.end if run is not None else min(2 * config.n_dims + 1, room))
     if rule == "contraction" and tol is None:
         tol = EVAL_TOLERANCE
     exit_rule = make_exit(rule, **({} if tol is None else {"tol": tol}))
@@ -107,7 +110,7 @@ def evaluate_command(
     if twin:
         predictors.append(LoopedPredictor(load_model_of(twin, twin_fields), name="weight-tied twin"))
     if baselines:
-        predictors += baselines_for(task)
+        predictors += baselines_for(functions.name)
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
     quiet = sys.stderr is None
@@ -135,6 +138,15 @@ def evaluate_command(
         _give(result, as_json, out)
     if stopped:
         raise KeyboardInterrupt(f"{stopped}, which are shown")
+
+
+def _functions(run: TrainConfig | None, name: str | None, n_dims: int, options: dict[str, Any]) -> Task:
+    """The family of a name or, without one, of the model's run; with the run's own numbers where it is the same family."""
+    from looped.icl.tasks import make_task
+
+    name = name or (run.task if run is not None else BUNDLED)
+    own = run.task_options if run is not None and run.task == name else {}
+    return make_task(name, n_dims, **(own | options))
 
 
 def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
 import io
 import json
 import logging
@@ -69,9 +70,10 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of several predictors on the same prompts."""
+    """Scores of several predictors on the same prompts. task_options: the task's numbers beside n_dims, such as a sparsity."""
 
     task: str
+    task_options: dict[str, Any]
     n_dims: int
     n_points: int
     n_prompts: int
@@ -81,7 +83,8 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN is null."""
-        head = {name: getattr(self, name) for name in ("task", "n_dims", "n_points", "n_prompts", "seed", "error_scale")}
+        names = ("task", "task_options", "n_dims", "n_points", "n_prompts", "seed", "error_scale")
+        head = {name: getattr(self, name) for name in names}
         trained = [s.looped["n_loops_trained"] for s in self.scores.values() if s.looped]
         head["n_loops_trained"] = trained[0] if trained else None
         return head | {"predictors": {name: score.to_dict() for name, score in self.scores.items()}}
@@ -181,7 +184,8 @@ def evaluate(
 
     def evaluation(scorers: Sequence[_Scorer], n_prompts: int) -> Evaluation:
         scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
-        return Evaluation(task.name, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
+        options = {name: value for name, value in dataclasses.asdict(task).items() if name != "n_dims"}
+        return Evaluation(task.name, options, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
 
     kept: tuple[list[_Scorer], int] = [], 0
     try:
