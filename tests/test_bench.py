@@ -181,6 +181,7 @@ def test_bench_of_a_shape_prints_a_table_or_csv():
         (["--exit", "contract"], "did you mean 'contraction'"),
         (["--exit", "none", "--tol", "0.1"], "--tol goes with an exit rule"),
         (["--task", "linear"], "unknown task 'linear'; did you mean"),
+        (["--task-set", "sparsity=2"], "--task-set goes with --task"),
         (["--task", "linear_regression", "--tokens", "20"], "--tokens 20 must be odd with --task"),
         (["--tokens", "500"], "--tokens 500 is more than the model's 23 positions"),
         (["--json", "--csv"], "choose one"),
@@ -231,6 +232,16 @@ def test_stalls_and_acceleration_reach_the_exits_rows_alone():
         seen.append([row.error for row in latency.rows])
     assert seen[0][0] == seen[1][0]
     assert seen[0][1] != seen[1][1]
+
+
+def test_the_task_has_the_numbers_that_the_model_was_trained_with():
+    options = ("sparse_linear_regression", "--task", "sparse_linear_regression", "--loops", 2, "--batch", 8, "--rounds", 1)
+    options = (*options, "--threads", 1, "--backend", "cpu", "--json", "--exit", "none")
+    own, same, other = (run(*options, *more) for more in ((), ("--task-set", "sparsity=2"), ("--task-set", "sparsity=5")))
+    errors = [json.loads(result.stdout)["rows"][0]["error"] for result in (own, same, other)]
+    assert errors[0] == errors[1] != errors[2]
+    assert "was trained on" not in own.stderr
+    assert "was trained on SparseLinearRegression(n_dims=8, sparsity=2), not on" in other.stderr
 
 
 def test_more_threads_than_cores_are_not_measured():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from looped.icl.tasks import Task
     from looped.train import TrainConfig
 
 BUNDLED = "linear_regression"
@@ -58,6 +59,21 @@ def run_of(source: str, *, needed: bool) -> TrainConfig | None:
                 return None
             raise click.UsageError(f"{path} does not say what the model was trained on ({error}); give --task") from None
     return None
+
+
+def task_of(run: TrainConfig | None, name: str | None, n_dims: int, fields: tuple[str, ...]) -> Task:
+    """The family of a name or, without one, of the model's run; with the run's own numbers where it is the same family.
+
+    Says on standard error where the model was trained on another one.
+    """
+    from looped.icl.tasks import make_task
+
+    name = name or (run.task if run is not None else BUNDLED)
+    own = run.task_options if run is not None and run.task == name else {}
+    task = make_task(name, n_dims, **(own | key_values(fields, "--task-set")))
+    if run is not None and task != (trained := run.make_task()):
+        click.echo(f"looped: the model was trained on {trained}, not on {task}", err=True)
+    return task
 
 
 def integers(option: str, text: str, least: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_of
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_of, run_of, task_of
 
 
 @click.command("bench")
@@ -30,6 +30,9 @@ from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_o
 )
 @click.option("--anderson", type=click.IntRange(1, 3), help="With the exit: accelerate with this depth.")
 @click.option("--task", help="Draw prompts from these functions, and show the error against the time.")
+@click.option(
+    "--task-set", "task_fields", multiple=True, metavar="KEY=VALUE", help="A number of the family; default as trained."
+)
 @click.option(
     "--rounds", "n_rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Of which medians are taken."
 )
@@ -54,6 +57,7 @@ def bench_command(
     on_stall: str | None,
     anderson: int | None,
     task: str | None,
+    task_fields: tuple[str, ...],
     n_rounds: int,
     seed: int,
     fields: tuple[str, ...],
@@ -83,7 +87,6 @@ def bench_command(
     from looped.bench.shapes import random_model, shape_sizes
     from looped.engine import BACKENDS
     from looped.exits import ExitRule, make_exit
-    from looped.icl.tasks import make_task
 
     if model and checkpoint:
         raise click.UsageError(f"MODEL {model!r} and --checkpoint {checkpoint!r} are the same argument; give one")
@@ -92,6 +95,8 @@ def bench_command(
         raise click.UsageError("--shape makes its own model; leave out MODEL, --checkpoint and --set")
     if as_json and as_csv:
         raise click.UsageError("--json and --csv both print on standard output; choose one, or --out for both")
+    if task_fields and not task:
+        raise click.UsageError("--task-set goes with --task")
     if shape and task:
         raise click.UsageError("--task scores a trained model; give a MODEL with it")
     looped_model = random_model(shape, seed=seed) if shape else load_model_of(source or BUNDLED, fields)
@@ -100,7 +105,7 @@ def bench_command(
     if task:
         if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
             raise click.UsageError("--task needs an in-context model: features in, a scalar read out")
-        functions = make_task(task, config.n_dims)
+        functions = task_of(None if fields else run_of(source or BUNDLED, needed=False), task, config.n_dims, task_fields)
     if n_tokens is None:
         n_tokens = shape_sizes(shape)[2] if shape else _tokens_of(config)
     elif config.pos_kind == "learned" and n_tokens > config.n_positions:

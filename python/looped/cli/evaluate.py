@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, key_values, load_model_of, run_of, use_threads
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, run_of, task_of, use_threads
 
 if TYPE_CHECKING:
     from looped.icl.evaluate import Evaluation
-    from looped.icl.tasks import Task
-    from looped.train import TrainConfig
 
 
 @click.command("eval")
 @click.argument("model", required=False)
 @click.option("--twin", help="A second model to show beside it; default the bundled weight-tied twin of the bundled model.")
 @click.option("--task", help="The family of functions that prompts are drawn from; default what the model was trained on.")
-@click.option("--task-set", "task_fields", multiple=True, metavar="KEY=VALUE", help="A number of the family: sparsity=2.")
+@click.option(
+    "--task-set", "task_fields", multiple=True, metavar="KEY=VALUE", help="A number of the family; default as trained."
+)
 @click.option("--prompts", "n_prompts", default=1280, show_default=True, type=click.IntRange(min=1), help="Fresh prompts.")
 @click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default as trained.")
 @click.option("--seed", default=0, show_default=True, help="Of the prompts.")
@@ -89,9 +89,7 @@ def evaluate_command(
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
     run = None if fields else run_of(model or BUNDLED, needed=task is None)
-    functions = _functions(run, task, config.n_dims, key_values(task_fields, "--task-set"))
-    if run is not None and functions != run.make_task():
-        click.echo(f"looped: the model was trained on {run.make_task()}, not on {functions}", err=True)
+    functions = task_of(run, task, config.n_dims, task_fields)
     room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
     n_points = n_points or (run.points.end if run is not None else min(2 * config.n_dims + 1, room))
     if rule == "contraction" and tol is None:
@@ -138,15 +136,6 @@ def evaluate_command(
         _give(result, as_json, out)
     if stopped:
         raise KeyboardInterrupt(f"{stopped}, which are shown")
-
-
-def _functions(run: TrainConfig | None, name: str | None, n_dims: int, options: dict[str, Any]) -> Task:
-    """The family of a name or, without one, of the model's run; with the run's own numbers where it is the same family."""
-    from looped.icl.tasks import make_task
-
-    name = name or (run.task if run is not None else BUNDLED)
-    own = run.task_options if run is not None and run.task == name else {}
-    return make_task(name, n_dims, **(own | options))
 
 
 def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:
