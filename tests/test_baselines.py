@@ -434,7 +434,26 @@ def test_baselines_of_a_task_are_those_published() -> None:
     assert make_task("noisy_linear_regression", 3).noise_std ** 2 == pytest.approx(0.01)
     assert more["sparse_linear_regression"] == [Lasso(alpha=0.01)]
     assert more["relu_2nn_regression"] == [GradientDescentNetwork()]
-    assert more["decision_tree"] == [DecisionTreeBaseline(), DecisionTreeBaseline(max_depth=4), XGBoost()]
+    on_signs = [DecisionTreeBaseline(signs=True), XGBoost(signs=True)]
+    assert more["decision_tree"] == [DecisionTreeBaseline(), DecisionTreeBaseline(max_depth=4), XGBoost(), *on_signs]
+
+
+def test_baselines_fit_the_numbers_of_a_task() -> None:
+    assert baselines_for(make_task("noisy_linear_regression", 3, std=3.0))[3:] == [Ridge(alpha=9.0)]
+    assert baselines_for(make_task("noisy_linear_regression", 3, std=0.0))[3:] == []
+    both = [GradientDescentNetwork(), GradientDescentNetwork(hidden=8)]
+    assert baselines_for(make_task("relu_2nn_regression", 3, hidden=8))[3:] == both
+    assert DecisionTreeBaseline(max_depth=2) in baselines_for(make_task("decision_tree", 3, depth=2))
+    assert DecisionTreeBaseline() in baselines_for(make_task("decision_tree", 3, depth=0))
+
+
+def test_trees_on_signs_are_trees_of_the_signs() -> None:
+    pytest.importorskip("xgboost")
+    xs, ys = pairs(2, 9, 3)
+    for baseline in (DecisionTreeBaseline, XGBoost):
+        on_signs = baseline(signs=True).predict(xs, ys)
+        assert torch.equal(on_signs, baseline().predict(xs.sign(), ys))
+        assert not torch.equal(on_signs, baseline().predict(xs, ys))
 
 
 def test_costs() -> None:
@@ -483,7 +502,7 @@ def test_wrong_options_are_named(kind: str, option: str, value: float) -> None:
 def test_missing_package_is_said_and_does_not_stop_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgboost", None)
     missing = [b for b in baselines_for("decision_tree") if not b.is_available()]
-    assert missing == [XGBoost()]
+    assert missing == [XGBoost(), XGBoost(signs=True)]
     assert "cannot import xgboost" in str(missing[0].why_unavailable)
     assert "pip install 'looped[tabular]'" in str(missing[0].why_unavailable)
     with pytest.raises(ImportError, match="pip install"):

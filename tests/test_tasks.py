@@ -112,6 +112,12 @@ def test_error_scale_is_the_variance_of_y(name: str) -> None:
     assert_mean(ys.mean(dim=1), 0, within=0.05)
 
 
+def test_error_scale_of_noisy_regression_counts_its_noise() -> None:
+    task = make_task("noisy_linear_regression", 6, std=3.0)
+    assert task.error_scale == 6 + 9
+    assert_mean(task.sample(6000, 8, generator=seeded(2)).ys.square().mean(dim=1) / task.error_scale, 1, within=0.04)
+
+
 def test_weights_of_linear_regression_are_standard_normal() -> None:
     task = LinearRegression(5)
     w = task.parameters(uniforms(task, 4000), 5)["w"]

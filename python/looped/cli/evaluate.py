@@ -108,7 +108,7 @@ def evaluate_command(
     if twin:
         predictors.append(LoopedPredictor(load_model_of(twin, twin_fields), name="weight-tied twin"))
     if baselines:
-        predictors += baselines_for(functions.name)
+        predictors += baselines_for(functions)
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
     quiet = sys.stderr is None

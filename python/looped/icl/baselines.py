@@ -11,17 +11,15 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from looped.icl import tasks
 from looped.suggestion import suggestion
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LASSO_ALPHAS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001)
 
@@ -276,11 +274,13 @@ class Lasso(_OneByOne):
 class DecisionTreeBaseline(_OneByOne):
     """scikit-learn's regression tree, grown greedily on the squared error. max_depth None: until every leaf is pure.
 
-    Splits of equal gain are common on few pairs and chosen by `seed`. For trees on the signs of x, pass `xs.sign()`.
+    Splits of equal gain are common on few pairs and chosen by `seed`. signs: it sees the signs of x alone, which are all
+    that the functions of `tasks.DecisionTree` look at.
     """
 
     max_depth: int | None = None
     seed: int = 0
+    signs: bool = False
     kind: ClassVar[str] = "decision_tree"
 
     def __post_init__(self) -> None:
@@ -289,6 +289,7 @@ class DecisionTreeBaseline(_OneByOne):
     def _fitted(self, X: np.ndarray, y: np.ndarray, query: np.ndarray) -> float:
         from sklearn.tree import DecisionTreeRegressor
 
+        X, query = (np.sign(X), np.sign(query)) if self.signs else (X, query)
         tree = DecisionTreeRegressor(max_depth=self.max_depth, random_state=self.seed).fit(X, y)
         return float(tree.predict(query[None])[0])
 
@@ -298,11 +299,13 @@ class XGBoost(_OneByOne):
     """Gradient-boosted trees; the defaults are xgboost's own, as in Garg et al. Computed in float32.
 
     Splits are searched exactly, which older releases chose by themselves for so few rows and is the faster way on them.
+    signs: as of `DecisionTreeBaseline`.
     """
 
     n_estimators: int = 100
     max_depth: int = 6
     learning_rate: float = 0.3
+    signs: bool = False
     kind: ClassVar[str] = "xgboost"
     needs: ClassVar[tuple[str, str] | None] = ("xgboost", "pip install 'looped[tabular]'")
 
@@ -314,7 +317,9 @@ class XGBoost(_OneByOne):
     def _fitted(self, X: np.ndarray, y: np.ndarray, query: np.ndarray) -> float:
         from xgboost import XGBRegressor
 
-        model = XGBRegressor(tree_method="exact", n_jobs=1, **dataclasses.asdict(self))
+        X, query = (np.sign(X), np.sign(query)) if self.signs else (X, query)
+        options = {name: value for name, value in dataclasses.asdict(self).items() if name != "signs"}
+        model = XGBRegressor(tree_method="exact", n_jobs=1, **options)
         return float(model.fit(X, y).predict(query[None])[0])
 
 
@@ -322,13 +327,31 @@ _ALL = (LeastSquares, Ridge, KNearestNeighbours, Averaging, GradientDescentNetwo
 BASELINES: dict[str, Callable[..., Baseline]] = {baseline.kind: baseline for baseline in _ALL}
 
 _FOR_ANY = (LeastSquares(), KNearestNeighbours(), Averaging())
-_FOR_TASK: dict[str, tuple[Baseline, ...]] = {
-    tasks.LinearRegression.name: _FOR_ANY,
-    tasks.NoisyLinearRegression.name: (*_FOR_ANY, Ridge(alpha=0.01)),  # the variance of its noise
-    tasks.SparseLinearRegression.name: (*_FOR_ANY, Lasso()),
-    tasks.QuadraticRegression.name: _FOR_ANY,
-    tasks.ReLURegression.name: (*_FOR_ANY, GradientDescentNetwork()),
-    tasks.DecisionTree.name: (*_FOR_ANY, DecisionTreeBaseline(), DecisionTreeBaseline(max_depth=4), XGBoost()),
+
+
+def _of_noisy(task: tasks.NoisyLinearRegression) -> list[Baseline]:
+    variance = float(f"{task.std**2:.12g}")  # 0.01 of 0.1, for its name
+    return [Ridge(alpha=variance)] if variance else []  # the ridge of the posterior mean
+
+
+def _of_network(task: tasks.ReLURegression) -> list[Baseline]:
+    published = GradientDescentNetwork()
+    return [published] if task.hidden == published.hidden else [published, GradientDescentNetwork(hidden=task.hidden)]
+
+
+def _of_tree(task: tasks.DecisionTree) -> list[Baseline]:
+    as_deep = [DecisionTreeBaseline(max_depth=task.depth)] if task.depth else []
+    on_signs = [DecisionTreeBaseline(signs=True), XGBoost(signs=True)]
+    return [DecisionTreeBaseline(), *as_deep, XGBoost(), *on_signs]
+
+
+_MORE: dict[str, Callable[[Any], list[Baseline]]] = {
+    tasks.LinearRegression.name: lambda _: [],
+    tasks.NoisyLinearRegression.name: _of_noisy,
+    tasks.SparseLinearRegression.name: lambda _: [Lasso()],
+    tasks.QuadraticRegression.name: lambda _: [],
+    tasks.ReLURegression.name: _of_network,
+    tasks.DecisionTree.name: _of_tree,
 }
 
 
@@ -337,13 +360,16 @@ def make_baseline(name: str, **options: Any) -> Baseline:
     return _lookup("baseline", BASELINES, name)(**options)
 
 
-def baselines_for(task_name: str) -> list[Baseline]:
-    """The baselines published for a task of `tasks.TASKS`, and for noisy regression ridge, the best there.
+def baselines_for(task: tasks.Task | str) -> list[Baseline]:
+    """The baselines published for a task (of a name: with the numbers that the papers give it), fitted to its numbers.
 
-    Those that need an optional package are listed where it is missing: ask `is_available`. Raises ValueError that names the
-    nearest, or all, for an unknown task.
+    Ridge has the variance of the noise; trees are greedy with no limit and as deep as the task's, on x and on its signs;
+    networks have the published 100 units and as many as the task's. Those that need an optional package are listed where it is
+    missing: ask `is_available`. Raises ValueError that names the nearest, or all, for an unknown task.
     """
-    return list(_lookup("task", _FOR_TASK, task_name))
+    name = task if isinstance(task, str) else task.name
+    more = _lookup("task", _MORE, name)
+    return [*_FOR_ANY, *more(tasks.make_task(name, 20) if isinstance(task, str) else task)]
 
 
 def _lookup(what: str, table: dict[str, Any], name: str) -> Any:

@@ -210,14 +210,18 @@ def evaluate(
 
 
 def batches(task: Task, n_prompts: int, n_points: int, seed: int, batch_size: int) -> Iterator[Pairs]:
-    """The first n_prompts prompts of a seed; the batch size does not change them, and no training seed draws them."""
+    """The first n_prompts prompts of a seed's `evaluation_stream`; the batch size does not change them."""
     generator = evaluation_stream(seed)
     for start in range(0, n_prompts, batch_size):
         yield task.sample(min(batch_size, n_prompts - start), n_points, generator=generator)
 
 
 def evaluation_stream(seed: int) -> torch.Generator:
-    """A generator that no training run of any seed has. PyTorch seeds it with 32 bits, so they are mixed, not added to."""
+    """A generator apart from that of a training run with this seed, or with any small one.
+
+    PyTorch keeps 32 bits of a seed, so they are mixed, not added to: some training seed has this very stream, one in 2^32 that
+    nobody chooses (for seed 0 it is 2288894632).
+    """
     if not 0 <= seed < 2**32:
         raise ValueError(f"evaluate: seed={seed} must lie in 0 .. 2^32 - 1")
     mixed = np.random.SeedSequence([EVALUATION_STREAM, seed]).generate_state(1)[0]

@@ -124,6 +124,10 @@ class NoisyLinearRegression(LinearRegression):
     def noise_std(self) -> float:
         return self.std
 
+    @property
+    def error_scale(self) -> float:
+        return super().error_scale + self.std**2
+
 
 @dataclass(frozen=True)
 class SparseLinearRegression(LinearRegression):
