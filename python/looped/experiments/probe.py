@@ -16,7 +16,7 @@ from looped.icl.tasks import Pairs, Task
 from looped.model import LoopedTransformer
 
 STEPS = {"tiny": 60, "small": 2000, "paper": 10_000}
-BATCH = {"tiny": 32, "small": 256, "paper": 1280}
+BATCH = {"tiny": 32, "small": 64, "paper": 1280}
 DEPTH = {"tiny": 2, "small": 12, "paper": 20}  # of the unlooped model
 TITLES = {"xty": "X'y / k", "ols": "least-squares weights"}
 PROBING_SEED = 0x9806E

@@ -213,7 +213,7 @@ class Sizes:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_LINEAR = Sizes(n_dims=5, n_points=11, n_loops=20, window=12, dims_every=1500)
+_LINEAR = Sizes(n_dims=5, n_points=11, n_loops=30, window=15, dims_every=1500)
 SMALL = {
     "linear_regression": _LINEAR,
     "noisy_linear_regression": _LINEAR,
