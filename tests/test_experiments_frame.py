@@ -144,6 +144,16 @@ def test_a_model_cut_short_is_made_again_and_a_broken_file_is_named(tmp_path):
             quick(tmp_path, resume=True).models("one", config)
 
 
+def test_a_model_beside_the_record_of_another_run_is_not_taken(tmp_path, monkeypatch):
+    lab = quick(tmp_path)
+    lab.models("one", lab.config())
+    folder = tmp_path / "models" / "one_steps_12"
+    looped.save_model(icl_model(n_dims=2, n_points=5), folder / "model")
+    for ask in (lambda lab, run: lab.models(*run), lambda lab, run: lab.inventory([run])):
+        with pytest.raises(ValueError, match=r"one_steps_12/model is another model than .*train\.json describes; remove"):
+            ask(quick(tmp_path), ("one", lab.config()))
+
+
 def test_each_seed_is_a_model_of_its_own(tmp_path):
     lab = quick(tmp_path, seeds=[42, 7])
     one, two = lab.models("m", lab.config())

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,6 +171,29 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
         train(tiny(), tmp_path, progress=False)
     with pytest.raises(ValueError, match=r"has another lr \(0\.001, not 0\.01\), seed \(42, not 3\)"):
         train(tiny(lr=1e-2, seed=3), tmp_path, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("place", ["model", "model_4"])
+def test_a_new_run_does_not_take_the_models_of_another_for_its_own(tmp_path, place):
+    old, new = tiny(keep_every=4), tiny(keep_every=4, lr=1e-2)
+    whole = train(old, tmp_path, progress=False)
+    for path in (tmp_path / "state.pt", *(one for one in tmp_path.glob("model*") if one.name != place)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for resume in (False, True):
+        with pytest.raises(
+            ValueError, match=f"holds {place} of another run, whose state.pt is gone; choose another folder, or"
+        ):
+            train(new, tmp_path, resume=resume, progress=False)
+        assert json.loads((tmp_path / "train.json").read_text())["lr"] == old.lr
+    assert torch.equal(weights(train(dataclasses.replace(old, save_every=3), tmp_path, progress=False)), weights(whole))
+    (tmp_path / "state.pt").unlink()
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(ValueError, match="of another run"):
+        train(old, tmp_path, progress=False)
+    for content, message in (("{", "is not JSON"), ("[]", "describes no run"), ("{}", "describes no run .'model' is missing")):
+        (tmp_path / "train.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"train\.json {message}.*; restore it"):
+            train(old, tmp_path, progress=False)
 
 
 def test_log_has_each_step_once_after_a_crash(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from looped.pretrained import bundled_models
 from looped.suggestion import suggestion
 from looped.train import Ramp, TrainConfig, preset, train, usable_device
 from looped.train.divergence import why_diverged
+from looped.train.record import FILE, is_record_of
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +149,15 @@ class Lab:
         """Where a model of this very configuration is, in words and as a folder."""
         folder = self.run_folder(name, config.seed)
         model_files = (folder / "model" / CONFIG_FILE, folder / "model" / WEIGHTS_FILE)  # one alone: saving was cut short
-        if all(file.is_file() for file in model_files) and _is_run_of(folder / "train.json", config):
+        if all(file.is_file() for file in model_files) and is_record_of(folder / FILE, config):
+            if load_model(folder / "model").config != config.model:
+                raise ValueError(
+                    f"experiment: {folder / 'model'} is another model than {folder / FILE} describes; remove {folder} to train "
+                    "it again"
+                )
             return f"trained: {folder.name}", folder / "model"
         for bundled, place in bundled_models().items():
-            if _is_run_of(Path(place) / "train.json", config):
+            if is_record_of(Path(place) / FILE, config):
                 return f"bundled: {bundled}", Path(place)
         return None
 
@@ -211,17 +216,3 @@ def _load(name: str, source: str) -> LoopedTransformer:
             f"Lab: the model {source!r} for {name} is neither a folder nor a bundled model ({', '.join(known)}); check the path"
         )
     return load_model(known[source]).float()
-
-
-def _is_run_of(path: Path, config: TrainConfig) -> bool:
-    """Whether a run's file names this configuration; how often it was saved does not matter."""
-    if not path.is_file():
-        return False
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"experiment: {path} is not JSON ({error}); restore it, or remove its folder to train again"
-        ) from error
-    found = TrainConfig.from_dict(content)
-    return dataclasses.replace(found, save_every=config.save_every, keep_every=config.keep_every) == config
