@@ -26,6 +26,7 @@ from looped.experiments import (
 from looped.experiments import loops_and_window as grid
 from looped.experiments import sample_efficiency as sets
 from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
+from looped.experiments.catalog import models_of
 from looped.experiments.measure import Measured, single
 from looped.icl.evaluate import batches
 from looped.icl.predictor import LoopedPredictor
@@ -34,6 +35,7 @@ from looped.icl.prompts import interleave
 from looped.icl.shifts import SHIFTS
 from looped.icl.tasks import LinearRegression, SparseLinearRegression
 from looped.train import Ramp, preset
+from looped.train.shortfall import shortfall
 
 
 def quick(folder, preset_name="tiny", **options):
@@ -76,6 +78,22 @@ def test_presets_share_their_runs_names(folder):
         for label, config in runs:
             assert known.setdefault(label, config) == config, label
         assert len({json.dumps(config.to_dict(), sort_keys=True) for config in known.values()}) == len(known)
+
+
+def test_every_run_is_as_long_as_its_curriculum(folder):
+    for name in EXPERIMENTS:
+        for preset_name in ("tiny", "small", "paper"):
+            short = {label: shortfall(config) for label, config in models_of(name, Lab(preset_name, folder)).items()}
+            assert not {label: what for label, what in short.items() if what}, (name, preset_name)
+
+
+def test_models_of_short_runs_are_noted(tmp_path):
+    notes = run_experiment("fixed-point", quick(tmp_path, seeds=[42, 7])).notes
+    looped_ones = "linear_regression; linear_regression, seed 7; linear_regression_tied; linear_regression_tied, seed 7"
+    assert notes == [
+        f"trained for too few steps (dims end at 1, not 2; loops end at 3, not 4): {looped_ones}",
+        "trained for too few steps (dims end at 1, not 2): linear_regression_unlooped; linear_regression_unlooped, seed 7",
+    ]
 
 
 def test_small_runs_of_functions_are_the_presets_own():

@@ -18,6 +18,8 @@ import looped
 from looped import checkpoint
 from looped.icl.prompts import interleave
 from looped.train import Ramp, TrainConfig, preset, train, trainer
+from looped.train.recipe import PAPER
+from looped.train.shortfall import shortfall
 from looped.train.trainer import Run, window_errors
 
 SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
@@ -194,6 +196,25 @@ def test_a_new_run_does_not_take_the_models_of_another_for_its_own(tmp_path, pla
         (tmp_path / "train.json").write_text(content)
         with pytest.raises(ValueError, match=rf"train\.json {message}.*; restore it"):
             train(old, tmp_path, progress=False)
+
+
+def test_a_run_shorter_than_its_curriculum_says_so(tmp_path, caplog):
+    train(tiny(), tmp_path / "whole", progress=False)
+    assert not caplog.messages
+    train(tiny(n_steps=3, **SETTLING), tmp_path / "short", progress=False)
+    (message,) = caplog.messages
+    assert message.startswith("train: n_steps=3 is shorter than the curriculum: dims end at 1, not 2; points end at 3, not 5; ")
+    assert message.endswith("nothing asks states to rest, as settle_from=4 is past the last step")
+    for n_steps, missing in (
+        (4, "dims end at 1, not 2; points end at 4, not 5; loops end at 3, not 4"),
+        (5, "points end at 4, not 5"),
+        (7, ""),
+    ):
+        assert shortfall(tiny(n_steps=n_steps)) == missing
+    for name in ("rest_weight", "extra_loops"):
+        assert "to rest" in shortfall(tiny(settle_from=12, **{name: SETTLING[name]}))
+        assert shortfall(tiny(settle_from=11, **{name: SETTLING[name]})) == ""
+    assert not any(shortfall(preset(name, task)) for name in ("tiny", "small", "paper") for task in PAPER)
 
 
 def test_log_has_each_step_once_after_a_crash(tmp_path, monkeypatch):

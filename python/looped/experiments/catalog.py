@@ -60,7 +60,7 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
         outcome,
         settings=settings | outcome.settings,
         models=dict(lab.used),
-        notes=[*lab.notes, *outcome.notes],
+        notes=[*lab.remarks(), *outcome.notes],
         seconds=time.perf_counter() - begin,
     )
 

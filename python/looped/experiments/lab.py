@@ -16,6 +16,7 @@ from looped.suggestion import suggestion
 from looped.train import Ramp, TrainConfig, preset, train, usable_device
 from looped.train.divergence import why_diverged
 from looped.train.record import FILE, is_record_of
+from looped.train.shortfall import shortfall
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Lab:
     progress: bool = True
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    short: dict[str, list[str]] = field(default_factory=dict)  # the models whose runs end without something, by what it is
     loaded: dict[str, LoopedTransformer] = field(init=False, repr=False, default_factory=dict)  # those that were given
 
     def __post_init__(self) -> None:
@@ -181,6 +183,13 @@ class Lab:
             return None
         return self._note_model(label, model, f"trained: {folder.name}", config)
 
+    def remarks(self) -> list[str]:
+        """The notes, and which models are of runs that were shorter than their curricula."""
+        return [
+            *self.notes,
+            *(f"trained for too few steps ({what}): {'; '.join(labels)}" for what, labels in self.short.items()),
+        ]
+
     def _note_divergence(self, label: str, reason: str) -> None:
         reason = reason.removeprefix("train: ")
         self.used[label] = {"source": "diverged", "reason": reason}
@@ -196,6 +205,8 @@ class Lab:
             "n_loops": model.config.n_loops,
             "n_layers": model.config.n_core,
         }
+        if config and (missing := shortfall(config)):
+            self.short.setdefault(missing, []).append(label)
         return model
 
 

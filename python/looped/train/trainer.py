@@ -31,6 +31,7 @@ from looped.train import divergence, provenance, record
 from looped.train.device import usable_device
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
+from looped.train.shortfall import shortfall
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +203,8 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
     for leftover in folder.glob("*.partial"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
     record.write_record(config, folder)
+    if missing := shortfall(config):
+        log.warning("train: n_steps=%s is shorter than the curriculum: %s", config.n_steps, missing)
     _drop_log_after(folder / "log.jsonl", run.step)
     provenance.record(folder, step=run.step, device=run.device, fused=loops_are_fused(run.model))
     saved_step = run.step
