@@ -37,7 +37,7 @@ from looped.icl.prompts import interleave
 from looped.icl.shifts import make_shift, random_rotation
 from looped.icl.tasks import LinearRegression, Pairs
 from looped.report.outcomes import cell_text, outcome_tables, plot_outcome
-from looped.train import preset, train
+from looped.train import Ramp, preset, train
 
 
 def quick(tmp_path, preset_name="tiny", **options):
@@ -83,6 +83,7 @@ def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
         "n_steps": 12,
         "n_parameters": sum(p.numel() for p in first.parameters()),
         "n_loops": 4,
+        "window": 2,
         "n_layers": 1,
     }
     monkeypatch.setattr(lab_module, "train", must_not_train)
@@ -229,6 +230,85 @@ def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
         lab.models("b", lab.config())
     with pytest.raises(ValueError, match="for c has 7 positions, and preset tiny needs 9"):
         lab.models("c", lab.config())
+
+
+@pytest.mark.parametrize(
+    ("experiment", "name", "model", "message"),
+    [
+        ("sparsity", "sparse_linear_regression_s4", "sparse_linear_regression", "sparsity=2, and the name is of sparsity=4"),
+        ("loops-and-window", "linear_regression_b8_T4", "linear_regression", "n_loops=20, and the name is of n_loops=8"),
+        ("loops-and-window", "linear_regression_b20_T4", "linear_regression", "window=12, and the name is of window=4"),
+        ("fixed-point", "linear_regression_tied", "linear_regression", "inject='add', and preset small needs 'none'"),
+        ("fixed-point", "linear_regression", "linear_regression_tied", "inject='none', and preset small needs 'add'"),
+        ("fixed-point", "linear_regression", "linear_regression_unlooped", "n_core=12, and preset small needs 1"),
+        ("shift", "linear_regression_unlooped_L4", "linear_regression_unlooped", "n_core=12, and preset small needs 4"),
+        ("shift", "linear_regression_unlooped_L1", "linear_regression_tied", "n_loops=20, and preset small needs 1"),
+        (
+            "architecture",
+            "linear_regression_b20_T12_d_model32",
+            "linear_regression",
+            "d_model=64, and the name is of d_model=32",
+        ),
+        ("sample-efficiency", "set_of_300_d5_looped_lr0.001", "linear_regression", "n_distinct=None, and"),
+    ],
+)
+def test_a_given_model_is_what_its_name_says(tmp_path, monkeypatch, experiment, name, model, message):
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    lab = Lab("small", tmp_path, given={name: model}, n_prompts=4)
+    for run in (models_of, run_experiment):
+        with pytest.raises(ValueError, match=rf"the model {model} for {name} has {message}"):
+            run(experiment, lab)
+
+
+def test_what_a_given_model_is_unlike_its_name_is_noted(tmp_path):
+    """A larger model, another recipe or another task are the user's business; that nobody knows the task is told too."""
+    wanted = Lab("small", tmp_path, n_prompts=4)
+    same, own = (
+        Lab("small", tmp_path, given={"linear_regression": source}, n_prompts=4, seeds=seeds, may_train=False)
+        for source, seeds in (("linear_regression", [42]), ("sparse_linear_regression", [42, 7]))
+    )
+    same.models("linear_regression", wanted.config())
+    assert same.notes == []
+    assert (same.used["linear_regression"]["n_steps"], same.used["linear_regression"]["window"]) == (16_000, 12)
+    with pytest.raises(ValueError, match="n_dims=8, and preset small needs 5"):
+        own.models("linear_regression", wanted.config())
+    config = wanted.config("sparse_linear_regression", task_options={"sparsity": 4}, lr=3e-4, window=6, dims=Ramp(8, 8))
+    own.given, own.loaded = ({"s": store["linear_regression"]} for store in (own.given, own.loaded))
+    (found,) = own.models("s", config)
+    assert found is own.loaded["s"].model
+    assert own.notes == [
+        "s is sparse_linear_regression, which has sparsity=2, not 4; window=12, not 6; dims=2..8 by 1 every 1000, not 8; "
+        "lr=0.001, not 0.0003",
+        "s is sparse_linear_regression: one model stands for all 2 seeds",
+    ]
+
+
+def test_a_larger_model_may_be_given_and_its_run_may_be_unknown(tmp_path):
+    larger = preset("tiny", n_steps=3, seed=1)
+    larger = dataclasses.replace(larger, model=looped.icl_config(n_dims=2, n_points=7, d_model=24, n_heads=4, n_loops=4))
+    train(larger, tmp_path / "run", progress=False)
+
+    def notes(place):
+        lab = quick(tmp_path, given={"linear_regression": str(place)}, n_steps=3)
+        outcome = run_experiment("adaptive", dataclasses.replace(lab, may_train=False))
+        assert outcome.models["linear_regression"]["n_parameters"] == sum(
+            p.numel() for p in looped.load_model(place).parameters()
+        )
+        return [note for note in outcome.notes if note.startswith("linear_regression is ")]
+
+    place = tmp_path / "run" / "model"
+    (note,) = notes(place)
+    assert note.startswith(f"linear_regression is {place}, which has d_model=24, not 32; n_heads=4, not 2; ")
+    assert "batch_size=8, not 64" in note
+    assert "n_steps" not in note
+    assert "seed" not in note
+    unknown = f"linear_regression is {place}, and what that was trained on is not known: "
+    (tmp_path / "run" / "train.json").write_text("{")
+    assert notes(place)[1].startswith(f"{unknown}{tmp_path / 'run' / 'train.json'} is not JSON")
+    (tmp_path / "run" / "train.json").write_text(json.dumps(preset("tiny").to_dict()))
+    assert notes(place)[1] == f"{unknown}its train.json is of another"
+    (tmp_path / "run" / "train.json").unlink()
+    assert notes(place)[1] == f"{unknown}no train.json is beside it"
 
 
 def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
@@ -422,7 +502,8 @@ def test_the_command_lists_and_runs(tmp_path):
     assert again.exit_code == 0
     assert "with injection" in again.stdout
     assert "training" not in again.stderr
-    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
+    tied = dict(inject="none", state_init="embedding")
+    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32, **tied), tmp_path / "mine")
     given = ("--models", f"linear_regression_tied={tmp_path / 'mine'}")
     listed = invoke("experiment", "fixed-point", "--list", *options, "--seeds", "42,43", *given)
     assert [line.endswith("to be trained") for line in listed.stdout.splitlines()] == [False, False, True, False, False, True]

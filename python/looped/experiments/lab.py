@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from looped.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
+from looped.experiments.given import Given, apart
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.suggestion import suggestion
@@ -59,7 +60,7 @@ class Lab:
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     short: dict[str, list[str]] = field(default_factory=dict)  # the models whose runs end without something, by what it is
-    loaded: dict[str, LoopedTransformer] = field(init=False, repr=False, default_factory=dict)  # those that were given
+    loaded: dict[str, Given] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.preset not in N_PROMPTS:
@@ -73,7 +74,7 @@ class Lab:
             if getattr(self, name) < 0:
                 raise ValueError(f"Lab: {name}={getattr(self, name)} must be 1 or more, or 0 for the default")
         usable_device(self.device)
-        self.loaded = {name: _load(name, source) for name, source in self.given.items()}
+        self.loaded = {name: Given.load(name, source) for name, source in self.given.items()}
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
 
     def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
@@ -85,26 +86,34 @@ class Lab:
         return dataclasses.replace(config, model=config.model.replace(d_model=TINY_WIDTH))
 
     def check(self, experiment: str, wanted: Mapping[str, TrainConfig]) -> None:
-        """Raises ValueError for a given model that the experiment does not ask for, or that does not fit what it asks for."""
+        """Raises ValueError for a given model that the experiment does not ask for, or that is not what its name says.
+
+        That is one of another kind, and one that is unlike the run of its name in what sets the experiment's runs of that task
+        and kind apart (the sparsity in `sparsity`, b and T in `loops-and-window`). Other differences are noted by `models`.
+        """
         for name in self.given:
             if name not in wanted:
                 raise ValueError(
                     f"{experiment} uses no model {name!r}{suggestion(name, wanted)} "
                     f"(looped experiment {experiment} --preset {self.preset} --list names all {len(wanted)})"
                 )
-            self._check_fit(name, wanted[name])
+            self.loaded[name].check(name, wanted[name], self.preset, apart(wanted)[name])
 
     def models(self, name: str, config: TrainConfig, *, optional: bool = False) -> list[LoopedTransformer]:
         """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
 
         Empty where there is none: not trained, as asked, or diverged; a note then says so. optional: take what is there, and
-        neither train nor note what is not. Raises ValueError for a given model of other dimensions than the task's, and for a
-        run of another configuration in the folder.
+        neither train nor note what is not. A given model stands for all seeds; in what it is unlike the configuration is noted.
+        Raises ValueError for a given model of another kind, and for a run of another configuration in the folder.
         """
         if name in self.given:
-            self._check_fit(name, config)
-            self._note_model(name, self.loaded[name], f"given: {self.given[name]}")
-            return [self.loaded[name].to(self.device)]
+            given = self.loaded[name]
+            given.check(name, config, self.preset)
+            self._note_model(name, given.model, f"given: {given.source}", given.run)
+            self.notes += given.remarks(name, self._by_seed(config)[0])
+            if len(self.seeds) > 1:
+                self.notes.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
+            return [given.model.to(self.device)]
         found = [self._one(name, own, optional) for own in self._by_seed(config)]
         return [model.to(self.device) for model in found if model is not None]
 
@@ -132,20 +141,6 @@ class Lab:
             save_every = max(config.save_every, self.n_steps // 10)
             config = dataclasses.replace(config, n_steps=self.n_steps, save_every=save_every)
         return [dataclasses.replace(config, seed=seed) for seed in self.seeds]
-
-    def _check_fit(self, name: str, config: TrainConfig) -> None:
-        source, wanted, has = self.given[name], config.model, self.loaded[name].config
-        for field_name in ("n_dims", "readout", "read_stride", "mask_kind"):
-            if getattr(wanted, field_name) != getattr(has, field_name):
-                raise ValueError(
-                    f"experiment: the model {source} for {name} has {field_name}={getattr(has, field_name)!r}, and preset "
-                    f"{self.preset} needs {getattr(wanted, field_name)!r}; give another model or preset"
-                )
-        if has.pos_kind == "learned" and has.n_positions < 2 * config.points.end - 1:
-            raise ValueError(
-                f"experiment: the model {source} for {name} has {has.n_positions} positions, and preset {self.preset} needs "
-                f"{2 * config.points.end - 1}; give another model or preset"
-            )
 
     def _place(self, name: str, config: TrainConfig) -> tuple[str, Path] | None:
         """Where a model of this very configuration is, in words and as a folder."""
@@ -203,6 +198,7 @@ class Lab:
             "n_steps": config.n_steps if config else None,
             "n_parameters": n_parameters(model),
             "n_loops": model.config.n_loops,
+            "window": config.window if config else None,
             "n_layers": model.config.n_core,
         }
         if config and (missing := shortfall(config)):
@@ -216,14 +212,3 @@ def n_parameters(model: LoopedTransformer) -> int:
 
 def _label(name: str, seed: int) -> str:
     return name if seed == SEED else f"{name}, seed {seed}"
-
-
-def _load(name: str, source: str) -> LoopedTransformer:
-    if source and Path(source).exists():
-        return load_model(source).float()
-    known = bundled_models()
-    if source not in known:
-        raise ValueError(
-            f"Lab: the model {source!r} for {name} is neither a folder nor a bundled model ({', '.join(known)}); check the path"
-        )
-    return load_model(known[source]).float()
