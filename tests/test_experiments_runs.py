@@ -179,6 +179,13 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     assert [claim.holds for claim in claims] == [True] * 5
     swapped = {key: errors(key[0], 0.1 if key[1] == 1 else 0.4, 0.01) for key in found}
     assert [claim.holds for claim in grid._claims("x", one, swapped)][::2] == [False, False, False]
+    del found[2, 1]
+    assert [claim.holds for claim in grid._claims("linear_regression", one, found)] == [None, None, True, True, None]
+    wider = grid.Grid((2, 4, 6), (1, 2))
+    found[2, 1] = errors(2, 0.4, 1.0)
+    claims = grid._claims("linear_regression", wider, found)
+    assert [claim.holds for claim in claims] == [True] * 4 + [None], "the first four are of the least and the largest b"
+    assert claims[-1].measured == "0.35 at T=1, 0.15 at T=2 (2 of 3 values of b measured)"
     assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == 2
     assert grid._row(errors(3, 0.5, 1.1), 3)[-1] == "yes"
 
@@ -188,7 +195,10 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     monkeypatch.setattr("looped.experiments.lab.train", diverge)
     outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
     assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
-    assert outcome.claims == []
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [
+        *[("no model of b=3 and b=4", None)] * 4,
+        ("- (0 of 2 values of b measured)", None),
+    ]
 
 
 def test_sets_of_prompts_have_no_curriculum(folder):
@@ -198,9 +208,12 @@ def test_sets_of_prompts_have_no_curriculum(folder):
     assert (config.n_distinct, config.lr, config.window, config.model.n_dims) == (5000, 1e-5, 15, 10)
     unlooped = sets.run_on(Lab("paper", folder), 10, 5000, 1e-5, unlooped=True)[1]
     assert (unlooped.model.n_core, unlooped.loops, unlooped.window) == (12, Ramp(1, 1), 1)
-    holds = sets._claim(5, {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}).holds
-    assert holds
-    assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}).holds is None
+    errors = {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}
+    assert sets._claim(5, errors, (10, 20, 30)).holds
+    assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}, (10, 20)).holds is None
+    part = sets._claim(5, errors, (10, 20, 30, 40))
+    assert (part.holds, part.measured.endswith("30: 0.3 against 0.1 (3 of 4 sets measured)")) == (None, True)
+    assert sets._claim(5, {"looped": errors["unlooped"], "unlooped": errors["looped"]}, (10, 20, 30, 40)).holds is False
 
 
 def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
@@ -220,12 +233,36 @@ def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
 def test_architecture_and_sparsity_claims():
     found = {"n_core": {1: [1.0, 1, 0.1], 2: [0.1, 0.1, 0.1]}, "d_model": {8: [1.0, 0.9, 0.5], 16: [1, 0.4, 0.2]}}
     found["n_heads"] = {1: [1.0, 0.3, 0.3], 2: [1, 0.1, 0.1], 4: [1, 0.2, 0.2]}
-    assert [claim.holds for claim in architecture._claims(found, 2)] == [True, True, True]
+    wanted = {field: tuple(some) for field, some in found.items()}
+    claims = architecture._claims(found, 2, wanted)
+    assert [claim.holds for claim in claims] == [True, True, True]
+    assert [claim.measured for claim in claims] == ["1: loop 3, 2: loop 1", "8: 0.9, 16: 0.4", "1: 0.3, 2: 0.1, 4: 0.2"]
+    more = {"n_core": (1, 2, 3), "d_model": (8, 12, 16), "n_heads": (1, 2, 3, 4)}
+    claims = architecture._claims(found, 2, more)
+    assert [claim.holds for claim in claims] == [None, True, None]
+    assert claims[2].measured == "1: 0.3, 2: 0.1, 4: 0.2 (3 of 4 values measured)"
     found["n_heads"][4] = [1.0, 0.05, 0.05]
-    assert not architecture._claims(found, 2)[2].holds
+    assert architecture._claims(found, 2, wanted)[2].holds is False
     by_s = {1: curves(looped=[1.0, 0.05, 0.01], unlooped=[1.0, 0.05, 0.01])}
     by_s[2] = curves(looped=[1.0, 0.5, 0.01], unlooped=[1.0, 0.4, 0.01])
-    assert [claim.holds for claim in sparsity._claims(by_s)] == [False, True]
+    claims = sparsity._claims(by_s, (1, 2))
+    assert [claim.holds for claim in claims] == [False, True]
+    assert [claim.measured for claim in claims] == ["s=1: 1.00 x, s=2: 1.12 x", "s=1: 1, s=2: 2"]
+    part = sparsity._claims({1: by_s[1]}, (1, 2))
+    assert [claim.holds for claim in part] == [None, None]
+    assert [claim.measured for claim in part] == [
+        "s=1: 1.00 x (1 of 2 sparsities measured)",
+        "s=1: 1 (1 of 2 sparsities measured)",
+    ]
+    assert [claim.holds for claim in sparsity._claims(by_s, (1, 2, 4))] == [False, None], "one against it is enough"
+    assert sparsity._claims({1: by_s[2], 2: by_s[1]}, (1, 2, 4))[1].holds is False
+    assert sparsity._claims({1: by_s[1], 2: by_s[1]}, (1, 2))[1].holds is False
+    assert [claim.holds for claim in sparsity._claims({1: by_s[1], 2: by_s[1]}, (1, 2, 4))] == [None, None]
+    never = curves(looped=[1.0, 0.5, 0.3], unlooped=[1.0, 0.5, 0.3])
+    claim = sparsity._claims({1: never, 2: never}, (1, 2))[1]
+    assert (claim.holds, claim.measured) == (None, "no error of 0.1 at s=1, s=2")
+    assert sparsity._claims({1: by_s[1], 2: never}, (1, 2))[1].holds
+    assert [claim.holds for claim in sparsity._claims({}, (1, 2))] == [None, None]
     assert sparsity.examples_needed([1.0, 0.05, 0.2, 0.1, 0.01]) == 3
     assert sparsity.examples_needed([1.0, 0.5]) is None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import Measured, by_examples, fresh, joined, kind_of, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.verdict import for_most, part_of
 from looped.icl.curves import Curve
 from looped.model import LoopedTransformer
 from looped.train import Ramp, TrainConfig
@@ -87,7 +88,7 @@ def run(lab: Lab) -> Outcome:
             Panel(f"d={n_dims}, {2 * n_dims} examples", "distinct prompts", "squared error / variance of y", lines, "xy")
         )
         errors = {kind: {n: one.curve.mean[-1] for n, one in some.items()} for kind, some in found.items()}
-        claims.append(_claim(n_dims, errors))
+        claims.append(_claim(n_dims, errors, sizes.sets))
     columns = ["d", "distinct prompts", "", "best lr", "error at d", "error at 2 d"]
     settings = dict(sets=list(sizes.sets), lrs={str(d): list(lrs) for d, lrs in sizes.lrs.items()})
     sheet = Sheet("squared error / variance of y on fresh prompts", columns, rows)
@@ -114,11 +115,9 @@ def _last(some: dict[int, Measured]) -> Curve:
     return joined([one.curve for one in some.values()])
 
 
-def _claim(n_dims: int, errors: dict[str, dict[int, float]]) -> Claim:
+def _claim(n_dims: int, errors: dict[str, dict[int, float]], wanted: Sequence[int]) -> Claim:
     text = f"d={n_dims}: the looped model learns from fewer distinct prompts (here: below the unlooped one on most sets)"
     both = sorted(set(errors["looped"]) & set(errors["unlooped"]))
-    if not both:
-        return Claim("Fig. 5", text, "-", None)
-    measured = ", ".join(f"{n:,}: {errors['looped'][n]:.3g} against {errors['unlooped'][n]:.3g}" for n in both)
-    n_below = sum(errors["looped"][n] < errors["unlooped"][n] for n in both)
-    return Claim("Fig. 5", text, measured, 2 * n_below > len(both))
+    measured = ", ".join(f"{n:,}: {errors['looped'][n]:.3g} against {errors['unlooped'][n]:.3g}" for n in both) or "-"
+    measured += part_of(len(both), len(wanted), "sets")
+    return Claim("Fig. 5", text, measured, for_most([errors["looped"][n] < errors["unlooped"][n] for n in both], len(wanted)))
