@@ -24,6 +24,7 @@ from looped.experiments.measure import (
     joined,
     kind_of,
     line,
+    line_of_last,
     mean_ratio,
     measure,
     of_baseline,
@@ -161,6 +162,35 @@ def test_each_seed_is_a_model_of_its_own(tmp_path):
     assert not torch.equal(weights(one), weights(two))
     assert list(lab.used) == ["m", "m, seed 7"]
     assert (tmp_path / "models" / "m_steps_12_seed_7" / "model").is_dir()
+
+
+def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
+    config = quick(tmp_path).config()
+    quick(tmp_path, seeds=[43]).models("m", config)
+    quick(tmp_path, seeds=[43]).models("decision_tree", quick(tmp_path).config("decision_tree"))
+    lab = quick(tmp_path, seeds=[42, 43, 44], may_train=False)
+    assert len(lab.models("m", config)) == 1
+    assert [note for note in lab.notes if "left out" not in note] == [
+        "m: only 1 of 3 models are behind its numbers, those of other seeds than 42, 44"
+    ]
+    assert {label: one["source"] for label, one in lab.used.items()} == {
+        "m": "not there",
+        "m, seed 43": "trained: m_steps_12_seed_43",
+        "m, seed 44": "not there",
+    }
+    assert len(lab.models("decision_tree", lab.config("decision_tree"), optional=True)) == 1
+    assert lab.notes[-1].startswith("decision_tree: only 1 of 3")
+
+    def diverge(config, folder, **how):
+        raise FloatingPointError("train: the loss has exploded at step 9")
+
+    monkeypatch.setattr(lab_module, "train", diverge)
+    lab = quick(tmp_path, seeds=[43, 44])
+    assert len(lab.models("m", config)) == 1
+    assert lab.used["m, seed 44"]["source"] == "diverged"
+    assert lab.notes[-1].endswith("of other seeds than 44")
+    report = run_experiment("fixed-point", quick(tmp_path, seeds=[7, 8], may_train=False)).to_dict()
+    assert not any(line["models_at"][0] for panel in report["panels"] for line in panel["lines"])
 
 
 @pytest.mark.parametrize(
@@ -377,6 +407,17 @@ def test_measuring_averages_over_models_prompt_by_prompt():
     assert on_shared([found["both"]]) == (160, [found["both"].curve.mean])
     assert line("l", range(3), found["both"]).by_seed == found["both"].by_model
     assert line("l", range(3), found["slow"]).by_seed == ()
+    assert [line("l", range(3), found["both"], kind).models_at for kind in ("looped", "twin", "baseline")] == [
+        [2, 2, 2],
+        [2, 2, 2],
+        [0, 0, 0],
+    ]
+    both = line_of_last("l", [3, 5], [found["both"], found["slow"]], "looped")
+    assert (both.curve.mean, both.prompts_at, both.models_at) == (
+        [found["both"].curve.mean[-1], found["slow"].curve.mean[-1]],
+        [160, 128],
+        [2, 1],
+    )
     np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
 
 
@@ -442,7 +483,7 @@ def outcome(**changes):
                 "x",
                 "y",
                 [
-                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]]),
+                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]], models_at=[2, 1]),
                     Line("b", [1], single([0.0]), "twin"),
                 ],
             )
@@ -461,14 +502,20 @@ def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
     assert [one["by_seed"] for one in read["panels"][0]["lines"]] == [[[0.4, 1.0], [0.6, 1.0]], []]
     assert read["table"]["rows"] == [["row", 1200, 0.12345], ["", None, 1e-7]]
     lines = (tmp_path / "new" / "test.csv").read_text().splitlines()
-    assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts"
-    assert lines[1:] == ["p,a,looped,1,0.5,,,3", "p,a,looped,2,,,,3", "p,b,twin,1,0.0,,,0"]
+    assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts,n_models"
+    assert lines[1:] == ["p,a,looped,1,0.5,,,3,2", "p,a,looped,2,,,,3,1", "p,b,twin,1,0.0,,,0,0"]
+    assert [(one["n_prompts"], one["prompts_at"], one["models_at"]) for one in read["panels"][0]["lines"]] == [
+        (3, [3, 3], [2, 1]),
+        (0, [0], [0]),
+    ]
     for panels in (one.panels, [], [one.panels[0]] * 4):
         plot_outcome(dataclasses.replace(one, panels=panels), tmp_path / "test.png")
         assert (tmp_path / "test.png").read_bytes()[:4] == b"\x89PNG"
     assert len(outcome_tables(one)) == 1
     with pytest.raises(ValueError, match="a has 2 places and 1 values"):
         Line("a", [1, 2], single([1.0]))
+    with pytest.raises(ValueError, match="a has 2 places and 1 models_at"):
+        Line("a", [1, 2], single([1.0, 2.0]), models_at=[1])
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def test_every_experiment_runs(folder, name):
     assert report["claims"]
     assert all(len(row) == len(report["table"]["columns"]) for row in report["table"]["rows"])
     assert all(line["mean"] for panel in report["panels"] for line in panel["lines"])
+    is_model = [(line["kind"] != "baseline", set(line["models_at"])) for panel in report["panels"] for line in panel["lines"]]
+    assert all(counts == {1} for of_model, counts in is_model if of_model)
     assert all(model["source"].startswith("trained") for model in report["models"].values())
     assert not any("left out" in note for note in report["notes"])
 
@@ -230,6 +232,21 @@ def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
     assert best[0] == min(by_lr, key=by_lr.get)
 
 
+def test_a_learning_rate_that_some_seeds_diverge_at_loses(tmp_path, monkeypatch):
+    """The mean over the seeds that are left would be the least."""
+    lab = quick(tmp_path, seeds=[42, 7])
+    by_lr = {lr: sets.run_on(lab, 2, 4, lr, unlooped=False) for lr in (1e-3, 3e-3)}
+    good, bad = (icl_model(std=std, n_dims=2, n_points=5, n_loops=4, dtype=torch.float32) for std in (0.01, 0.3))
+    models = {by_lr[1e-3][0]: [bad, bad], by_lr[3e-3][0]: [good]}
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: models[name])
+    assert sets._best(lab, by_lr)[:2] == (1e-3, [bad, bad])
+    models[by_lr[3e-3][0]].append(good)
+    assert sets._best(lab, by_lr)[:2] == (3e-3, [good, good])
+    models[by_lr[3e-3][0]].pop()
+    lab.given = {by_lr[3e-3][0]: "one for all seeds"}
+    assert sets._best(lab, by_lr)[:2] == (3e-3, [good])
+
+
 def test_architecture_and_sparsity_claims():
     found = {"n_core": {1: [1.0, 1, 0.1], 2: [0.1, 0.1, 0.1]}, "d_model": {8: [1.0, 0.9, 0.5], 16: [1, 0.4, 0.2]}}
     found["n_heads"] = {1: [1.0, 0.3, 0.3], 2: [1, 0.1, 0.1], 4: [1, 0.2, 0.2]}
@@ -358,6 +375,7 @@ def test_probe_and_adaptive_measure_every_seed(tmp_path):
         assert alone[0].curve.mean != alone[1].curve.mean
         np.testing.assert_allclose(first.by_seed, [one.curve.mean for one in alone])
         np.testing.assert_allclose(first.curve.mean, np.mean(first.by_seed, axis=0))
+        assert all(set(line.models_at) == {2} for panel in runs[42, 7].panels for line in panel.lines)
         assert {"linear_regression", "linear_regression, seed 7"} <= set(runs[42, 7].models)
         if name == "adaptive":
             rows = [[row[4:8] for row in outcome.sheet.rows] for outcome in runs.values()]

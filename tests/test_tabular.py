@@ -414,6 +414,24 @@ def test_most_tables_are_of_all_tables(better, n_tables, measured, holds):
     assert (claim.measured, claim.holds) == (measured, holds)
 
 
+def test_each_table_has_its_own_number_of_prompts(tmp_path, monkeypatch):
+    a, b = _easy()
+    monkeypatch.setattr(tabular, "_bundled", lambda: (a, Table("b", b.X[:30], b.y[:30])))
+    load_tables.cache_clear()
+    lab = Lab("tiny", tmp_path)
+    looped.save_model(copies_the_last_label(lab.config("tabular").model), tmp_path / "looped")
+    looped.save_model(looped.LoopedTransformer(lab.config("tabular", unlooped=True).model), tmp_path / "unlooped")
+    given = {"tabular_bundled_without_a": "looped", "tabular_bundled_without_b_unlooped": "unlooped"}
+    given = {name: str(tmp_path / folder) for name, folder in given.items()}
+    lab = Lab("tiny", tmp_path, given=given, may_train=False, n_prompts=50)
+    outcome = run_experiment("tabular", lab)
+    load_tables.cache_clear()
+    lines = {line.label: line for line in outcome.panels[0].lines}
+    assert (list(lines["ridge"].xs), lines["ridge"].prompts_at, lines["ridge"].models_at) == ([0, 1], [50, 30], [0, 0])
+    assert (lines["looped"].xs, lines["looped"].prompts_at, lines["looped"].models_at) == ([0], [50], [1])
+    assert (lines["unlooped"].xs, lines["unlooped"].prompts_at, lines["unlooped"].models_at) == ([1], [30], [1])
+
+
 def _easy():
     rng = np.random.default_rng(0)
     tables = []

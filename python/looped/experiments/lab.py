@@ -114,8 +114,17 @@ class Lab:
             if len(self.seeds) > 1:
                 self.notes.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
             return [given.model.to(self.device)]
-        found = [self._one(name, own, optional) for own in self._by_seed(config)]
-        return [model.to(self.device) for model in found if model is not None]
+        found = {own.seed: self._one(name, own, optional) for own in self._by_seed(config)}
+        models = [model.to(self.device) for model in found.values() if model is not None]
+        if models and len(models) < len(self.seeds):
+            lost = [seed for seed, model in found.items() if model is None]
+            self.notes.append(
+                f"{name}: only {len(models)} of {len(self.seeds)} models are behind its numbers, those of other seeds than "
+                f"{', '.join(str(seed) for seed in lost)}"
+            )
+            for seed in lost:
+                self.used.setdefault(_label(name, seed), {"source": "not there"})
+        return models
 
     def inventory(self, wanted: Iterable[Run]) -> list[tuple[str, int | None, str | None]]:
         """Of each model, for each seed: its label, its steps (None of a given one), and where it comes from (None: nowhere

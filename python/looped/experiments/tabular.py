@@ -9,8 +9,8 @@ from torch import Tensor
 
 from looped.engine import solve
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import BATCH, Measured, Way, joined, kind_of, measure
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.measure import BATCH, Measured, Way, kind_of, line_of_last, measure
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_most, part_of
 from looped.icl.baselines import Baseline, KNearestNeighbours, Ridge
 from looped.icl.prompts import interleave
@@ -61,9 +61,9 @@ def run(lab: Lab) -> Outcome:
             rows.append([table.name, *(int(n) for n in table.X.shape), table.majority, *accuracy])
     lines = []
     for name in names:
-        curves = [one[name].curve for one in found.values() if name in one]
-        if len(curves) == len(found) and curves:
-            lines.append(Line(name, range(len(curves)), joined(curves), kind_of(name)))
+        places = [i for i, one in enumerate(found.values()) if name in one]
+        if places:
+            lines.append(line_of_last(name, places, [one[name] for one in found.values() if name in one], kind_of(name)))
     title = "accuracy on the table left out: " + ", ".join(f"{i} {name}" for i, name in enumerate(found))
     panel = Panel(title, "table", "accuracy", lines, log="")
     columns = ["table", "rows", "features", "majority", *names]
