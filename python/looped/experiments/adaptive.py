@@ -216,8 +216,12 @@ def _by_task(some: list[Level], level: Tensor) -> dict[str, Tensor]:
 
 
 def _at(errors: Tensor, used: Used) -> Tensor:
-    """Of errors by loops [B, L], those after the mean of the loops used, [B]."""
-    return errors[:, min(errors.shape[1], max(1, round(float(used.loops.mean())))) - 1]
+    """Of errors by loops [B, L], those after the mean of the loops used, [B]; between two loops on the line between theirs, as
+    if a share of the prompts had one loop more."""
+    mean = min(errors.shape[1], max(1.0, float(used.loops.mean())))
+    below = int(mean)
+    above, share = min(errors.shape[1], below + 1), mean - below
+    return (1 - share) * errors[:, below - 1] + share * errors[:, above - 1]
 
 
 def _curve(rows: Tensor) -> Curve:
