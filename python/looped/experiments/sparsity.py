@@ -44,7 +44,7 @@ def run(lab: Lab) -> Outcome:
         models = {kind: lab.models(*wanted[sparsity, kind]) for kind in ("looped", "unlooped")}
         if any(models.values()):
             ways = {kind: by_examples(some, task) for kind, some in models.items()} | {"lasso": of_baseline(Lasso(), task)}
-            found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways, slow=["lasso"])
+            found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways)
     panels = [
         Panel(
             f"{sparsity} of {n_dims} weights are not 0",
