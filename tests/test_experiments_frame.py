@@ -518,6 +518,35 @@ def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
         Line("a", [1, 2], single([1.0, 2.0]), models_at=[1])
 
 
+def test_quick_looks_have_files_and_titles_of_their_own(tmp_path, monkeypatch):
+    def variant(preset_name, **options):
+        return Lab(preset_name, tmp_path, **options).variant
+
+    assert variant("small") == variant("small", n_prompts=1280) == variant("small", n_prompts=5000) == ""
+    assert variant("small", n_prompts=1279) == "_1279_prompts"
+    assert variant("tiny", n_prompts=64, n_steps=1000) == "_1000_steps"
+    assert variant("tiny", n_prompts=63, n_steps=1000) == "_1000_steps_63_prompts"
+    monkeypatch.setattr(Lab, "models", lambda *args, **how: [])
+    settings = {"n_steps": 12, "n_prompts": 8, "seeds": [42, 7]}
+    quick_look, whole = (run_experiment("probe", lab) for lab in (quick(tmp_path, seeds=[42, 7]), Lab("tiny", tmp_path)))
+    assert quick_look.settings.items() >= settings.items()
+    assert whole.settings.items() >= {"n_steps": None, "n_prompts": 64, "seeds": [42]}.items()
+    assert (quick_look.stem, whole.stem) == ("probe_12_steps_8_prompts", "probe")
+    titles = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda self, text: titles.append(text))
+    for one in (quick_look, whole, outcome()):
+        one.save(tmp_path)
+        plot_outcome(one, tmp_path / f"{one.stem}.png")
+    assert titles == [
+        "probe, preset tiny (Fig. 8)\n8 prompts; training seeds 42, 7; a quick look: every training 12 steps",
+        "probe, preset tiny (Fig. 8)\n64 prompts; training seed 42",
+        "test, preset tiny (Fig. 0)",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{stem}.{kind}" for stem in ("probe", "probe_12_steps_8_prompts", "test") for kind in ("json", "csv", "png")
+    }
+
+
 @pytest.mark.parametrize(
     ("cell", "text"),
     [(1234, "1,234"), (None, "-"), (math.nan, "-"), ("b", "b"), (0.0, "0"), (0.01234, "0.0123"), (1e-4, "1.00e-04")],
@@ -544,7 +573,9 @@ def test_the_command_lists_and_runs(tmp_path):
     assert report["models"]["linear_regression"]["n_steps"] == 3
     assert report["models"]["linear_regression"]["source"] == "trained: linear_regression_steps_3"
     for kind in ("json", "csv", "png"):
-        assert (tmp_path / f"fixed-point.{kind}").stat().st_size > 100
+        assert (tmp_path / f"fixed-point_3_steps_4_prompts.{kind}").stat().st_size > 100
+    assert not list(tmp_path.glob("fixed-point.*")), "a quick look takes no measurement's place"
+    assert f"wrote {tmp_path / 'fixed-point_3_steps_4_prompts'}.json" in result.stderr
     again = invoke("experiment", "fixed-point", *options)
     assert again.exit_code == 0
     assert "with injection" in again.stdout

@@ -284,6 +284,16 @@ def test_architecture_and_sparsity_claims():
     assert sparsity.examples_needed([1.0, 0.5]) is None
 
 
+def test_lasso_is_measured_on_the_prompts_of_the_models(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sparsity, "of_baseline", lambda lasso, task: [lambda pairs: asked.append(len(pairs.ys)) or pairs.ys])
+    model = icl_model(std=0.1, n_dims=2, n_points=5, n_loops=4, dtype=torch.float32)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [model] if name == "sparse_linear_regression" else [])
+    outcome = run_experiment("sparsity", quick(tmp_path, n_prompts=130))
+    assert asked == [128, 2]
+    assert [line.prompts_at for line in outcome.panels[0].lines] == [[130] * 5] * 2
+
+
 def test_functions_claims():
     found = curves(looped=[1.0, 0.5, 0.3, 0.2, 0.1], unlooped=[1.0, 0.5, 0.3, 0.2, 0.1], lasso=[1, 0.6, 0.29, 0.01, 0.001])
     both = functions._claims("sparse_linear_regression", found, 4)
@@ -457,6 +467,14 @@ def test_loops_and_errors_are_those_of_solve():
         torch.testing.assert_close(used.error, (result.prediction[:, -1].double() - ys) ** 2 / mixed.variance)
 
 
+def test_the_same_loops_for_all_need_not_be_whole():
+    errors = torch.tensor([[4.0, 2.0, 1.0], [8.0, 6.0, 2.0]], dtype=torch.float64)
+    expected = {2.25: [1.75, 5.0], 1.5: [3.0, 7.0], 2.0: [2.0, 6.0], 3.0: [1.0, 2.0], 7.0: [1.0, 2.0], 0.5: [4.0, 8.0]}
+    for mean, values in expected.items():
+        used = adaptive.Used(torch.tensor([mean - 0.25, mean + 0.25], dtype=torch.float64), errors[:, 0])
+        assert adaptive._at(errors, used).tolist() == values
+
+
 def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=5, n_loops=4), tmp_path / "m")
     lab = quick(tmp_path, given={"linear_regression": str(tmp_path / "m")}, may_train=False, n_prompts=40)
@@ -466,7 +484,7 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     of_all = [row for row in outcome.sheet.rows if row[1] == "all"]
     assert len(of_all) == 2 * len(adaptive.TOLERANCES)
     for _, _, _, _, mean, error, same, whole, kept, kept_same in of_all:
-        assert same == pytest.approx(fixed[round(mean) - 1])
+        assert same == pytest.approx(np.interp(mean, range(1, 21), fixed))
         assert whole == pytest.approx(fixed[-1])
         assert (kept, kept_same) == (pytest.approx(whole / error), pytest.approx(whole / same))
     level = torch.cat([mixed.level for mixed in mixed_batches(levels(lab.config()), 40, 5, 0)])

@@ -77,6 +77,12 @@ class Lab:
         self.loaded = {name: Given.load(name, source) for name, source in self.given.items()}
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
 
+    @property
+    def variant(self) -> str:
+        """What a quick look has in its files' names: the steps of its trainings, and prompts that are fewer than by default."""
+        steps = f"_{self.n_steps}_steps" if self.n_steps else ""
+        return steps + (f"_{self.n_prompts}_prompts" if self.n_prompts < N_PROMPTS[self.preset] else "")
+
     def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
         """`looped.train.preset` of this preset, with what an experiment needs to learn something at "tiny"."""
         if self.preset != "tiny":

@@ -83,7 +83,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why."""
+    """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why.
+
+    variant: what a quick look has in the names of its files, so that it takes no real measurement's place; else "".
+    """
 
     experiment: str
     figures: str
@@ -95,6 +98,12 @@ class Outcome:
     notes: Sequence[str] = ()
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    variant: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files."""
+        return self.experiment + self.variant
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity are null."""
@@ -122,11 +131,11 @@ class Outcome:
         return text.getvalue()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write EXPERIMENT.json and EXPERIMENT.csv into a folder, which is made if missing."""
+        """Write `stem`.json and `stem`.csv into a folder, which is made if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{self.experiment}.json", json.dumps(self.to_dict(), indent=1).encode())
-        write_atomically(folder / f"{self.experiment}.csv", self.to_csv().encode())
+        write_atomically(folder / f"{self.stem}.json", json.dumps(self.to_dict(), indent=1).encode())
+        write_atomically(folder / f"{self.stem}.csv", self.to_csv().encode())
 
 
 def _plain(value: Any) -> Any:
