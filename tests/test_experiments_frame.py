@@ -16,6 +16,7 @@ from looped.cli import main
 from looped.experiments import EXPERIMENTS, Lab, Outcome, functions, run_experiment
 from looped.experiments import lab as lab_module
 from looped.experiments.catalog import models_of
+from looped.experiments.given import apart
 from looped.experiments.measure import (
     by_examples,
     by_loops,
@@ -288,6 +289,21 @@ def test_a_given_model_is_what_its_name_says(tmp_path, monkeypatch, experiment, 
     for run in (models_of, run_experiment):
         with pytest.raises(ValueError, match=rf"the model {model} for {name} has {message}"):
             run(experiment, lab)
+
+
+def test_what_sets_the_runs_of_an_experiment_apart(tmp_path):
+    expected = {
+        "loops-and-window": ["n_loops", "window"],
+        "sample-efficiency": ["lr", "n_distinct"],
+        "sparsity": ["sparsity"],
+        "architecture": ["d_model", "n_core", "n_heads"],
+        "tabular": ["leave_out"],
+    }
+    for name in EXPERIMENTS:
+        found = apart(models_of(name, Lab("small", tmp_path)))
+        assert {tuple(sorted(traits)) for traits in found.values()} == (
+            {tuple(expected[name])} if name in expected else {(), ("n_core",)} if name == "shift" else {()}
+        )
 
 
 def test_what_a_given_model_is_unlike_its_name_is_noted(tmp_path):

@@ -16,6 +16,7 @@ from looped.train.record import record_of_model
 
 # What a model of another value is no model of the name with, whatever the experiment.
 KIND = ("input_kind", "n_dims", "readout", "n_classes", "read_stride", "mask_kind", "n_core", "inject", "state_init")
+FOLLOWS = ("loops", "dims", "points", "head_dim", "d_ff")  # what changes with a trait that sets runs apart, and is none itself
 NO_TRAITS = ("model", "task_options", "seed", "save_every", "keep_every")  # of a run: taken apart, or of no weight
 
 
@@ -111,7 +112,7 @@ def apart(wanted: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
     found = {}
     for group in groups.values():
         first, *others = group.values()
-        known = dict.fromkeys(trait for traits in group.values() for trait in traits)
+        known = dict.fromkeys(trait for traits in group.values() for trait in traits if trait not in FOLLOWS)
         varied = [trait for trait in known if any(one.get(trait) != first.get(trait) for one in others)]
         found |= dict.fromkeys(group, varied)
     return found
