@@ -171,16 +171,14 @@ def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
     quick(tmp_path, seeds=[43]).models("decision_tree", quick(tmp_path).config("decision_tree"))
     lab = quick(tmp_path, seeds=[42, 43, 44], may_train=False)
     assert len(lab.models("m", config)) == 1
-    assert [note for note in lab.notes if "left out" not in note] == [
-        "m: only 1 of 3 models are behind its numbers, those of other seeds than 42, 44"
-    ]
+    assert [note for note in lab.notes if "left out" not in note] == ["m: its numbers are of 1 of 3 seeds, without 42, 44"]
     assert {label: one["source"] for label, one in lab.used.items()} == {
         "m": "not there",
         "m, seed 43": "trained: m_steps_12_seed_43",
         "m, seed 44": "not there",
     }
     assert len(lab.models("decision_tree", lab.config("decision_tree"), optional=True)) == 1
-    assert lab.notes[-1].startswith("decision_tree: only 1 of 3")
+    assert lab.notes[-1].startswith("decision_tree: its numbers are of 1 of 3")
 
     def diverge(config, folder, **how):
         raise FloatingPointError("train: the loss has exploded at step 9")
@@ -189,7 +187,7 @@ def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
     lab = quick(tmp_path, seeds=[43, 44])
     assert len(lab.models("m", config)) == 1
     assert lab.used["m, seed 44"]["source"] == "diverged"
-    assert lab.notes[-1].endswith("of other seeds than 44")
+    assert lab.notes[-1].endswith("of 1 of 2 seeds, without 44")
     report = run_experiment("fixed-point", quick(tmp_path, seeds=[7, 8], may_train=False)).to_dict()
     assert not any(line["models_at"][0] for panel in report["panels"] for line in panel["lines"])
 

@@ -134,7 +134,7 @@ def test_fixed_point_reports_what_its_models_do(tmp_path):
         np.testing.assert_allclose(outcome.panels[0].lines[kind == "tied"].curve.mean, errors.detach(), rtol=1e-4)
         expected = [errors[3], errors.min(), int(errors.argmin()) + 1, errors[19], errors[19] / errors[3]]
         np.testing.assert_allclose(rows[kind][2:7], [float(x) for x in expected], rtol=1e-4)
-    assert "linear_regression_unlooped is left out" in outcome.notes[0]
+    assert ["linear_regression_unlooped is left out" in note for note in outcome.notes].count(True) == 1
     assert outcome.claims[2].holds is None
 
 
@@ -428,7 +428,7 @@ def test_models_of_other_tasks_are_studied_where_they_are_there(tmp_path, monkey
     outcome = run_experiment("adaptive", quick(tmp_path, given=given, may_train=False, n_prompts=40))
     assert set(outcome.models) == {"decision_tree", "linear_regression"}
     assert {row[1] for row in outcome.sheet.rows if row[0] == "decision_tree"} == {"all", "decision_tree"}
-    assert ["sparse_linear_regression is left out" in note for note in outcome.notes] == [True]
+    assert ["sparse_linear_regression is left out" in note for note in outcome.notes].count(True) == 1
 
 
 def test_mixed_batches_hold_every_level_at_its_variance():

@@ -124,10 +124,8 @@ class Lab:
         models = [model.to(self.device) for model in found.values() if model is not None]
         if models and len(models) < len(self.seeds):
             lost = [seed for seed, model in found.items() if model is None]
-            self.notes.append(
-                f"{name}: only {len(models)} of {len(self.seeds)} models are behind its numbers, those of other seeds than "
-                f"{', '.join(str(seed) for seed in lost)}"
-            )
+            without = ", ".join(str(seed) for seed in lost)
+            self.notes.append(f"{name}: its numbers are of {len(models)} of {len(self.seeds)} seeds, without {without}")
             for seed in lost:
                 self.used.setdefault(_label(name, seed), {"source": "not there"})
         return models
