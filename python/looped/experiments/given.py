@@ -109,7 +109,7 @@ def apart(wanted: Mapping[str, TrainConfig]) -> dict[str, list[str]]:
         model = config.model
         kind = (config.task, model.n_loops == 1, model.inject, model.state_init)
         groups.setdefault(kind, {})[name] = traits_of(config)
-    found = {}
+    found: dict[str, list[str]] = {}
     for group in groups.values():
         first, *others = group.values()
         known = dict.fromkeys(trait for traits in group.values() for trait in traits if trait not in FOLLOWS)
