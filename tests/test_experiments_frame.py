@@ -16,6 +16,7 @@ from looped.cli import main
 from looped.experiments import EXPERIMENTS, Lab, Outcome, functions, run_experiment
 from looped.experiments import lab as lab_module
 from looped.experiments.catalog import models_of
+from looped.experiments.given import apart
 from looped.experiments.measure import (
     by_examples,
     by_loops,
@@ -24,6 +25,7 @@ from looped.experiments.measure import (
     joined,
     kind_of,
     line,
+    line_of_last,
     mean_ratio,
     measure,
     of_baseline,
@@ -37,7 +39,7 @@ from looped.icl.prompts import interleave
 from looped.icl.shifts import make_shift, random_rotation
 from looped.icl.tasks import LinearRegression, Pairs
 from looped.report.outcomes import cell_text, outcome_tables, plot_outcome
-from looped.train import preset, train
+from looped.train import Ramp, preset, train
 
 
 def quick(tmp_path, preset_name="tiny", **options):
@@ -83,6 +85,7 @@ def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
         "n_steps": 12,
         "n_parameters": sum(p.numel() for p in first.parameters()),
         "n_loops": 4,
+        "window": 2,
         "n_layers": 1,
     }
     monkeypatch.setattr(lab_module, "train", must_not_train)
@@ -144,12 +147,49 @@ def test_a_model_cut_short_is_made_again_and_a_broken_file_is_named(tmp_path):
             quick(tmp_path, resume=True).models("one", config)
 
 
+def test_a_model_beside_the_record_of_another_run_is_not_taken(tmp_path, monkeypatch):
+    lab = quick(tmp_path)
+    lab.models("one", lab.config())
+    folder = tmp_path / "models" / "one_steps_12"
+    looped.save_model(icl_model(n_dims=2, n_points=5), folder / "model")
+    for ask in (lambda lab, run: lab.models(*run), lambda lab, run: lab.inventory([run])):
+        with pytest.raises(ValueError, match=r"one_steps_12/model is another model than .*train\.json describes; remove"):
+            ask(quick(tmp_path), ("one", lab.config()))
+
+
 def test_each_seed_is_a_model_of_its_own(tmp_path):
     lab = quick(tmp_path, seeds=[42, 7])
     one, two = lab.models("m", lab.config())
     assert not torch.equal(weights(one), weights(two))
     assert list(lab.used) == ["m", "m, seed 7"]
     assert (tmp_path / "models" / "m_steps_12_seed_7" / "model").is_dir()
+
+
+def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
+    config = quick(tmp_path).config()
+    quick(tmp_path, seeds=[43]).models("m", config)
+    quick(tmp_path, seeds=[43]).models("decision_tree", quick(tmp_path).config("decision_tree"))
+    lab = quick(tmp_path, seeds=[42, 43, 44], may_train=False)
+    assert len(lab.models("m", config)) == 1
+    assert [note for note in lab.notes if "left out" not in note] == ["m: its numbers are of 1 of 3 seeds, without 42, 44"]
+    assert {label: one["source"] for label, one in lab.used.items()} == {
+        "m": "not there",
+        "m, seed 43": "trained: m_steps_12_seed_43",
+        "m, seed 44": "not there",
+    }
+    assert len(lab.models("decision_tree", lab.config("decision_tree"), optional=True)) == 1
+    assert lab.notes[-1].startswith("decision_tree: its numbers are of 1 of 3")
+
+    def diverge(config, folder, **how):
+        raise FloatingPointError("train: the loss has exploded at step 9")
+
+    monkeypatch.setattr(lab_module, "train", diverge)
+    lab = quick(tmp_path, seeds=[43, 44])
+    assert len(lab.models("m", config)) == 1
+    assert lab.used["m, seed 44"]["source"] == "diverged"
+    assert lab.notes[-1].endswith("of 1 of 2 seeds, without 44")
+    report = run_experiment("fixed-point", quick(tmp_path, seeds=[7, 8], may_train=False)).to_dict()
+    assert not any(line["models_at"][0] for panel in report["panels"] for line in panel["lines"])
 
 
 @pytest.mark.parametrize(
@@ -221,6 +261,100 @@ def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
         lab.models("c", lab.config())
 
 
+@pytest.mark.parametrize(
+    ("experiment", "name", "model", "message"),
+    [
+        ("sparsity", "sparse_linear_regression_s4", "sparse_linear_regression", "sparsity=2, and the name is of sparsity=4"),
+        ("loops-and-window", "linear_regression_b8_T4", "linear_regression", "n_loops=20, and the name is of n_loops=8"),
+        ("loops-and-window", "linear_regression_b20_T4", "linear_regression", "window=12, and the name is of window=4"),
+        ("fixed-point", "linear_regression_tied", "linear_regression", "inject='add', and preset small needs 'none'"),
+        ("fixed-point", "linear_regression", "linear_regression_tied", "inject='none', and preset small needs 'add'"),
+        ("fixed-point", "linear_regression", "linear_regression_unlooped", "n_core=12, and preset small needs 1"),
+        ("shift", "linear_regression_unlooped_L4", "linear_regression_unlooped", "n_core=12, and preset small needs 4"),
+        ("shift", "linear_regression_unlooped_L1", "linear_regression_tied", "n_loops=20, and preset small needs 1"),
+        (
+            "architecture",
+            "linear_regression_b20_T12_d_model32",
+            "linear_regression",
+            "d_model=64, and the name is of d_model=32",
+        ),
+        ("sample-efficiency", "set_of_300_d5_looped_lr0.001", "linear_regression", "n_distinct=None, and"),
+    ],
+)
+def test_a_given_model_is_what_its_name_says(tmp_path, monkeypatch, experiment, name, model, message):
+    monkeypatch.setattr(lab_module, "train", must_not_train)
+    lab = Lab("small", tmp_path, given={name: model}, n_prompts=4)
+    for run in (models_of, run_experiment):
+        with pytest.raises(ValueError, match=rf"the model {model} for {name} has {message}"):
+            run(experiment, lab)
+
+
+def test_what_sets_the_runs_of_an_experiment_apart(tmp_path):
+    expected = {
+        "loops-and-window": ["n_loops", "window"],
+        "sample-efficiency": ["lr", "n_distinct"],
+        "sparsity": ["sparsity"],
+        "architecture": ["d_model", "n_core", "n_heads"],
+        "tabular": ["leave_out"],
+    }
+    for name in EXPERIMENTS:
+        found = apart(models_of(name, Lab("small", tmp_path)))
+        assert {tuple(sorted(traits)) for traits in found.values()} == (
+            {tuple(expected[name])} if name in expected else {(), ("n_core",)} if name == "shift" else {()}
+        )
+
+
+def test_what_a_given_model_is_unlike_its_name_is_noted(tmp_path):
+    """A larger model, another recipe or another task are the user's business; that nobody knows the task is told too."""
+    wanted = Lab("small", tmp_path, n_prompts=4)
+    same, own = (
+        Lab("small", tmp_path, given={"linear_regression": source}, n_prompts=4, seeds=seeds, may_train=False)
+        for source, seeds in (("linear_regression", [42]), ("sparse_linear_regression", [42, 7]))
+    )
+    same.models("linear_regression", wanted.config())
+    assert same.notes == []
+    assert (same.used["linear_regression"]["n_steps"], same.used["linear_regression"]["window"]) == (16_000, 12)
+    with pytest.raises(ValueError, match="n_dims=8, and preset small needs 5"):
+        own.models("linear_regression", wanted.config())
+    config = wanted.config("sparse_linear_regression", task_options={"sparsity": 4}, lr=3e-4, window=6, dims=Ramp(8, 8))
+    own.given, own.loaded = ({"s": store["linear_regression"]} for store in (own.given, own.loaded))
+    (found,) = own.models("s", config)
+    assert found is own.loaded["s"].model
+    assert own.notes == [
+        "s is sparse_linear_regression, which has sparsity=2, not 4; window=12, not 6; dims=2..8 by 1 every 1000, not 8; "
+        "lr=0.001, not 0.0003",
+        "s is sparse_linear_regression: one model stands for all 2 seeds",
+    ]
+
+
+def test_a_larger_model_may_be_given_and_its_run_may_be_unknown(tmp_path):
+    larger = preset("tiny", n_steps=3, seed=1)
+    larger = dataclasses.replace(larger, model=looped.icl_config(n_dims=2, n_points=7, d_model=24, n_heads=4, n_loops=4))
+    train(larger, tmp_path / "run", progress=False)
+
+    def notes(place):
+        lab = quick(tmp_path, given={"linear_regression": str(place)}, n_steps=3)
+        outcome = run_experiment("adaptive", dataclasses.replace(lab, may_train=False))
+        assert outcome.models["linear_regression"]["n_parameters"] == sum(
+            p.numel() for p in looped.load_model(place).parameters()
+        )
+        return [note for note in outcome.notes if note.startswith("linear_regression is ")]
+
+    place = tmp_path / "run" / "model"
+    (note,) = notes(place)
+    assert note.startswith(f"linear_regression is {place}, which has d_model=24, not 32; n_heads=4, not 2; ")
+    assert "batch_size=8, not 64" in note
+    assert "n_steps" not in note
+    assert "seed" not in note
+    unknown = f"linear_regression is {place}, and what that was trained on is not known: "
+    (tmp_path / "run" / "train.json").write_text("{")
+    assert notes(place)[1].startswith(f"{unknown}{tmp_path / 'run' / 'train.json'} is not JSON")
+    (tmp_path / "run" / "train.json").write_text(json.dumps(preset("tiny").to_dict()))
+    assert notes(place)[1] == f"{unknown}its train.json is of another"
+    (tmp_path / "run" / "train.json").unlink()
+    assert notes(place)[1] == f"{unknown}no train.json is beside it"
+
+
 def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
     def diverge(*args, **kwargs):
         raise FloatingPointError("train: the loss has exploded at step 9")
@@ -287,6 +421,17 @@ def test_measuring_averages_over_models_prompt_by_prompt():
     assert on_shared([found["both"]]) == (160, [found["both"].curve.mean])
     assert line("l", range(3), found["both"]).by_seed == found["both"].by_model
     assert line("l", range(3), found["slow"]).by_seed == ()
+    assert [line("l", range(3), found["both"], kind).models_at for kind in ("looped", "twin", "baseline")] == [
+        [2, 2, 2],
+        [2, 2, 2],
+        [0, 0, 0],
+    ]
+    both = line_of_last("l", [3, 5], [found["both"], found["slow"]], "looped")
+    assert (both.curve.mean, both.prompts_at, both.models_at) == (
+        [found["both"].curve.mean[-1], found["slow"].curve.mean[-1]],
+        [160, 128],
+        [2, 1],
+    )
     np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
 
 
@@ -352,7 +497,7 @@ def outcome(**changes):
                 "x",
                 "y",
                 [
-                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]]),
+                    Line("a", [1, 2], single([0.5, math.nan], 3), by_seed=[[0.4, 1.0], [0.6, 1.0]], models_at=[2, 1]),
                     Line("b", [1], single([0.0]), "twin"),
                 ],
             )
@@ -371,14 +516,49 @@ def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
     assert [one["by_seed"] for one in read["panels"][0]["lines"]] == [[[0.4, 1.0], [0.6, 1.0]], []]
     assert read["table"]["rows"] == [["row", 1200, 0.12345], ["", None, 1e-7]]
     lines = (tmp_path / "new" / "test.csv").read_text().splitlines()
-    assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts"
-    assert lines[1:] == ["p,a,looped,1,0.5,,,3", "p,a,looped,2,,,,3", "p,b,twin,1,0.0,,,0"]
+    assert lines[0] == "panel,line,kind,at,mean,low,high,n_prompts,n_models"
+    assert lines[1:] == ["p,a,looped,1,0.5,,,3,2", "p,a,looped,2,,,,3,1", "p,b,twin,1,0.0,,,0,0"]
+    assert [(one["n_prompts"], one["prompts_at"], one["models_at"]) for one in read["panels"][0]["lines"]] == [
+        (3, [3, 3], [2, 1]),
+        (0, [0], [0]),
+    ]
     for panels in (one.panels, [], [one.panels[0]] * 4):
         plot_outcome(dataclasses.replace(one, panels=panels), tmp_path / "test.png")
         assert (tmp_path / "test.png").read_bytes()[:4] == b"\x89PNG"
     assert len(outcome_tables(one)) == 1
     with pytest.raises(ValueError, match="a has 2 places and 1 values"):
         Line("a", [1, 2], single([1.0]))
+    with pytest.raises(ValueError, match="a has 2 places and 1 models_at"):
+        Line("a", [1, 2], single([1.0, 2.0]), models_at=[1])
+
+
+def test_quick_looks_have_files_and_titles_of_their_own(tmp_path, monkeypatch):
+    def variant(preset_name, **options):
+        return Lab(preset_name, tmp_path, **options).variant
+
+    assert variant("small") == variant("small", n_prompts=1280) == variant("small", n_prompts=5000) == ""
+    assert variant("small", n_prompts=1279) == "_1279_prompts"
+    assert variant("tiny", n_prompts=64, n_steps=1000) == "_1000_steps"
+    assert variant("tiny", n_prompts=63, n_steps=1000) == "_1000_steps_63_prompts"
+    monkeypatch.setattr(Lab, "models", lambda *args, **how: [])
+    settings = {"n_steps": 12, "n_prompts": 8, "seeds": [42, 7]}
+    quick_look, whole = (run_experiment("probe", lab) for lab in (quick(tmp_path, seeds=[42, 7]), Lab("tiny", tmp_path)))
+    assert quick_look.settings.items() >= settings.items()
+    assert whole.settings.items() >= {"n_steps": None, "n_prompts": 64, "seeds": [42]}.items()
+    assert (quick_look.stem, whole.stem) == ("probe_12_steps_8_prompts", "probe")
+    titles = []
+    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda self, text: titles.append(text))
+    for one in (quick_look, whole, outcome()):
+        one.save(tmp_path)
+        plot_outcome(one, tmp_path / f"{one.stem}.png")
+    assert titles == [
+        "probe, preset tiny (Fig. 8)\n8 prompts; training seeds 42, 7; a quick look: every training 12 steps",
+        "probe, preset tiny (Fig. 8)\n64 prompts; training seed 42",
+        "test, preset tiny (Fig. 0)",
+    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{stem}.{kind}" for stem in ("probe", "probe_12_steps_8_prompts", "test") for kind in ("json", "csv", "png")
+    }
 
 
 @pytest.mark.parametrize(
@@ -407,12 +587,15 @@ def test_the_command_lists_and_runs(tmp_path):
     assert report["models"]["linear_regression"]["n_steps"] == 3
     assert report["models"]["linear_regression"]["source"] == "trained: linear_regression_steps_3"
     for kind in ("json", "csv", "png"):
-        assert (tmp_path / f"fixed-point.{kind}").stat().st_size > 100
+        assert (tmp_path / f"fixed-point_3_steps_4_prompts.{kind}").stat().st_size > 100
+    assert not list(tmp_path.glob("fixed-point.*")), "a quick look takes no measurement's place"
+    assert f"wrote {tmp_path / 'fixed-point_3_steps_4_prompts'}.json" in result.stderr
     again = invoke("experiment", "fixed-point", *options)
     assert again.exit_code == 0
     assert "with injection" in again.stdout
     assert "training" not in again.stderr
-    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
+    tied = dict(inject="none", state_init="embedding")
+    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32, **tied), tmp_path / "mine")
     given = ("--models", f"linear_regression_tied={tmp_path / 'mine'}")
     listed = invoke("experiment", "fixed-point", "--list", *options, "--seeds", "42,43", *given)
     assert [line.endswith("to be trained") for line in listed.stdout.splitlines()] == [False, False, True, False, False, True]

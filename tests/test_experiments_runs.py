@@ -26,6 +26,7 @@ from looped.experiments import (
 from looped.experiments import loops_and_window as grid
 from looped.experiments import sample_efficiency as sets
 from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
+from looped.experiments.catalog import models_of
 from looped.experiments.measure import Measured, single
 from looped.icl.evaluate import batches
 from looped.icl.predictor import LoopedPredictor
@@ -34,6 +35,7 @@ from looped.icl.prompts import interleave
 from looped.icl.shifts import SHIFTS
 from looped.icl.tasks import LinearRegression, SparseLinearRegression
 from looped.train import Ramp, preset
+from looped.train.shortfall import shortfall
 
 
 def quick(folder, preset_name="tiny", **options):
@@ -57,6 +59,8 @@ def test_every_experiment_runs(folder, name):
     assert report["claims"]
     assert all(len(row) == len(report["table"]["columns"]) for row in report["table"]["rows"])
     assert all(line["mean"] for panel in report["panels"] for line in panel["lines"])
+    is_model = [(line["kind"] != "baseline", set(line["models_at"])) for panel in report["panels"] for line in panel["lines"]]
+    assert all(counts == {1} for of_model, counts in is_model if of_model)
     assert all(model["source"].startswith("trained") for model in report["models"].values())
     assert not any("left out" in note for note in report["notes"])
 
@@ -76,6 +80,22 @@ def test_presets_share_their_runs_names(folder):
         for label, config in runs:
             assert known.setdefault(label, config) == config, label
         assert len({json.dumps(config.to_dict(), sort_keys=True) for config in known.values()}) == len(known)
+
+
+def test_every_run_is_as_long_as_its_curriculum(folder):
+    for name in EXPERIMENTS:
+        for preset_name in ("tiny", "small", "paper"):
+            short = {label: shortfall(config) for label, config in models_of(name, Lab(preset_name, folder)).items()}
+            assert not {label: what for label, what in short.items() if what}, (name, preset_name)
+
+
+def test_models_of_short_runs_are_noted(tmp_path):
+    notes = run_experiment("fixed-point", quick(tmp_path, seeds=[42, 7])).notes
+    looped_ones = "linear_regression; linear_regression, seed 7; linear_regression_tied; linear_regression_tied, seed 7"
+    assert notes == [
+        f"trained for too few steps (dims end at 1, not 2; loops end at 3, not 4): {looped_ones}",
+        "trained for too few steps (dims end at 1, not 2): linear_regression_unlooped; linear_regression_unlooped, seed 7",
+    ]
 
 
 def test_small_runs_of_functions_are_the_presets_own():
@@ -114,7 +134,7 @@ def test_fixed_point_reports_what_its_models_do(tmp_path):
         np.testing.assert_allclose(outcome.panels[0].lines[kind == "tied"].curve.mean, errors.detach(), rtol=1e-4)
         expected = [errors[3], errors.min(), int(errors.argmin()) + 1, errors[19], errors[19] / errors[3]]
         np.testing.assert_allclose(rows[kind][2:7], [float(x) for x in expected], rtol=1e-4)
-    assert "linear_regression_unlooped is left out" in outcome.notes[0]
+    assert ["linear_regression_unlooped is left out" in note for note in outcome.notes].count(True) == 1
     assert outcome.claims[2].holds is None
 
 
@@ -161,6 +181,13 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     assert [claim.holds for claim in claims] == [True] * 5
     swapped = {key: errors(key[0], 0.1 if key[1] == 1 else 0.4, 0.01) for key in found}
     assert [claim.holds for claim in grid._claims("x", one, swapped)][::2] == [False, False, False]
+    del found[2, 1]
+    assert [claim.holds for claim in grid._claims("linear_regression", one, found)] == [None, None, True, True, None]
+    wider = grid.Grid((2, 4, 6), (1, 2))
+    found[2, 1] = errors(2, 0.4, 1.0)
+    claims = grid._claims("linear_regression", wider, found)
+    assert [claim.holds for claim in claims] == [True] * 4 + [None], "the first four are of the least and the largest b"
+    assert claims[-1].measured == "0.35 at T=1, 0.15 at T=2 (2 of 3 values of b measured)"
     assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == 2
     assert grid._row(errors(3, 0.5, 1.1), 3)[-1] == "yes"
 
@@ -170,7 +197,10 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     monkeypatch.setattr("looped.experiments.lab.train", diverge)
     outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
     assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
-    assert outcome.claims == []
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [
+        *[("no model of b=3 and b=4", None)] * 4,
+        ("- (0 of 2 values of b measured)", None),
+    ]
 
 
 def test_sets_of_prompts_have_no_curriculum(folder):
@@ -180,9 +210,12 @@ def test_sets_of_prompts_have_no_curriculum(folder):
     assert (config.n_distinct, config.lr, config.window, config.model.n_dims) == (5000, 1e-5, 15, 10)
     unlooped = sets.run_on(Lab("paper", folder), 10, 5000, 1e-5, unlooped=True)[1]
     assert (unlooped.model.n_core, unlooped.loops, unlooped.window) == (12, Ramp(1, 1), 1)
-    holds = sets._claim(5, {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}).holds
-    assert holds
-    assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}).holds is None
+    errors = {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}
+    assert sets._claim(5, errors, (10, 20, 30)).holds
+    assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}, (10, 20)).holds is None
+    part = sets._claim(5, errors, (10, 20, 30, 40))
+    assert (part.holds, part.measured.endswith("30: 0.3 against 0.1 (3 of 4 sets measured)")) == (None, True)
+    assert sets._claim(5, {"looped": errors["unlooped"], "unlooped": errors["looped"]}, (10, 20, 30, 40)).holds is False
 
 
 def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
@@ -199,17 +232,66 @@ def test_the_best_learning_rate_is_chosen_on_other_prompts(folder, monkeypatch):
     assert best[0] == min(by_lr, key=by_lr.get)
 
 
+def test_a_learning_rate_that_some_seeds_diverge_at_loses(tmp_path, monkeypatch):
+    """The mean over the seeds that are left would be the least."""
+    lab = quick(tmp_path, seeds=[42, 7])
+    by_lr = {lr: sets.run_on(lab, 2, 4, lr, unlooped=False) for lr in (1e-3, 3e-3)}
+    good, bad = (icl_model(std=std, n_dims=2, n_points=5, n_loops=4, dtype=torch.float32) for std in (0.01, 0.3))
+    models = {by_lr[1e-3][0]: [bad, bad], by_lr[3e-3][0]: [good]}
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: models[name])
+    assert sets._best(lab, by_lr)[:2] == (1e-3, [bad, bad])
+    models[by_lr[3e-3][0]].append(good)
+    assert sets._best(lab, by_lr)[:2] == (3e-3, [good, good])
+    models[by_lr[3e-3][0]].pop()
+    lab.given = {by_lr[3e-3][0]: "one for all seeds"}
+    assert sets._best(lab, by_lr)[:2] == (3e-3, [good])
+
+
 def test_architecture_and_sparsity_claims():
     found = {"n_core": {1: [1.0, 1, 0.1], 2: [0.1, 0.1, 0.1]}, "d_model": {8: [1.0, 0.9, 0.5], 16: [1, 0.4, 0.2]}}
     found["n_heads"] = {1: [1.0, 0.3, 0.3], 2: [1, 0.1, 0.1], 4: [1, 0.2, 0.2]}
-    assert [claim.holds for claim in architecture._claims(found, 2)] == [True, True, True]
+    wanted = {field: tuple(some) for field, some in found.items()}
+    claims = architecture._claims(found, 2, wanted)
+    assert [claim.holds for claim in claims] == [True, True, True]
+    assert [claim.measured for claim in claims] == ["1: loop 3, 2: loop 1", "8: 0.9, 16: 0.4", "1: 0.3, 2: 0.1, 4: 0.2"]
+    more = {"n_core": (1, 2, 3), "d_model": (8, 12, 16), "n_heads": (1, 2, 3, 4)}
+    claims = architecture._claims(found, 2, more)
+    assert [claim.holds for claim in claims] == [None, True, None]
+    assert claims[2].measured == "1: 0.3, 2: 0.1, 4: 0.2 (3 of 4 values measured)"
     found["n_heads"][4] = [1.0, 0.05, 0.05]
-    assert not architecture._claims(found, 2)[2].holds
+    assert architecture._claims(found, 2, wanted)[2].holds is False
     by_s = {1: curves(looped=[1.0, 0.05, 0.01], unlooped=[1.0, 0.05, 0.01])}
     by_s[2] = curves(looped=[1.0, 0.5, 0.01], unlooped=[1.0, 0.4, 0.01])
-    assert [claim.holds for claim in sparsity._claims(by_s)] == [False, True]
+    claims = sparsity._claims(by_s, (1, 2))
+    assert [claim.holds for claim in claims] == [False, True]
+    assert [claim.measured for claim in claims] == ["s=1: 1.00 x, s=2: 1.12 x", "s=1: 1, s=2: 2"]
+    part = sparsity._claims({1: by_s[1]}, (1, 2))
+    assert [claim.holds for claim in part] == [None, None]
+    assert [claim.measured for claim in part] == [
+        "s=1: 1.00 x (1 of 2 sparsities measured)",
+        "s=1: 1 (1 of 2 sparsities measured)",
+    ]
+    assert [claim.holds for claim in sparsity._claims(by_s, (1, 2, 4))] == [False, None], "one against it is enough"
+    assert sparsity._claims({1: by_s[2], 2: by_s[1]}, (1, 2, 4))[1].holds is False
+    assert sparsity._claims({1: by_s[1], 2: by_s[1]}, (1, 2))[1].holds is False
+    assert [claim.holds for claim in sparsity._claims({1: by_s[1], 2: by_s[1]}, (1, 2, 4))] == [None, None]
+    never = curves(looped=[1.0, 0.5, 0.3], unlooped=[1.0, 0.5, 0.3])
+    claim = sparsity._claims({1: never, 2: never}, (1, 2))[1]
+    assert (claim.holds, claim.measured) == (None, "no error of 0.1 at s=1, s=2")
+    assert sparsity._claims({1: by_s[1], 2: never}, (1, 2))[1].holds
+    assert [claim.holds for claim in sparsity._claims({}, (1, 2))] == [None, None]
     assert sparsity.examples_needed([1.0, 0.05, 0.2, 0.1, 0.01]) == 3
     assert sparsity.examples_needed([1.0, 0.5]) is None
+
+
+def test_lasso_is_measured_on_the_prompts_of_the_models(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sparsity, "of_baseline", lambda lasso, task: [lambda pairs: asked.append(len(pairs.ys)) or pairs.ys])
+    model = icl_model(std=0.1, n_dims=2, n_points=5, n_loops=4, dtype=torch.float32)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [model] if name == "sparse_linear_regression" else [])
+    outcome = run_experiment("sparsity", quick(tmp_path, n_prompts=130))
+    assert asked == [128, 2]
+    assert [line.prompts_at for line in outcome.panels[0].lines] == [[130] * 5] * 2
 
 
 def test_functions_claims():
@@ -303,6 +385,7 @@ def test_probe_and_adaptive_measure_every_seed(tmp_path):
         assert alone[0].curve.mean != alone[1].curve.mean
         np.testing.assert_allclose(first.by_seed, [one.curve.mean for one in alone])
         np.testing.assert_allclose(first.curve.mean, np.mean(first.by_seed, axis=0))
+        assert all(set(line.models_at) == {2} for panel in runs[42, 7].panels for line in panel.lines)
         assert {"linear_regression", "linear_regression, seed 7"} <= set(runs[42, 7].models)
         if name == "adaptive":
             rows = [[row[4:8] for row in outcome.sheet.rows] for outcome in runs.values()]
@@ -345,7 +428,7 @@ def test_models_of_other_tasks_are_studied_where_they_are_there(tmp_path, monkey
     outcome = run_experiment("adaptive", quick(tmp_path, given=given, may_train=False, n_prompts=40))
     assert set(outcome.models) == {"decision_tree", "linear_regression"}
     assert {row[1] for row in outcome.sheet.rows if row[0] == "decision_tree"} == {"all", "decision_tree"}
-    assert ["sparse_linear_regression is left out" in note for note in outcome.notes] == [True]
+    assert ["sparse_linear_regression is left out" in note for note in outcome.notes].count(True) == 1
 
 
 def test_mixed_batches_hold_every_level_at_its_variance():
@@ -384,6 +467,14 @@ def test_loops_and_errors_are_those_of_solve():
         torch.testing.assert_close(used.error, (result.prediction[:, -1].double() - ys) ** 2 / mixed.variance)
 
 
+def test_the_same_loops_for_all_need_not_be_whole():
+    errors = torch.tensor([[4.0, 2.0, 1.0], [8.0, 6.0, 2.0]], dtype=torch.float64)
+    expected = {2.25: [1.75, 5.0], 1.5: [3.0, 7.0], 2.0: [2.0, 6.0], 3.0: [1.0, 2.0], 7.0: [1.0, 2.0], 0.5: [4.0, 8.0]}
+    for mean, values in expected.items():
+        used = adaptive.Used(torch.tensor([mean - 0.25, mean + 0.25], dtype=torch.float64), errors[:, 0])
+        assert adaptive._at(errors, used).tolist() == values
+
+
 def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=5, n_loops=4), tmp_path / "m")
     lab = quick(tmp_path, given={"linear_regression": str(tmp_path / "m")}, may_train=False, n_prompts=40)
@@ -393,7 +484,7 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     of_all = [row for row in outcome.sheet.rows if row[1] == "all"]
     assert len(of_all) == 2 * len(adaptive.TOLERANCES)
     for _, _, _, _, mean, error, same, whole, kept, kept_same in of_all:
-        assert same == pytest.approx(fixed[round(mean) - 1])
+        assert same == pytest.approx(np.interp(mean, range(1, 21), fixed))
         assert whole == pytest.approx(fixed[-1])
         assert (kept, kept_same) == (pytest.approx(whole / error), pytest.approx(whole / same))
     level = torch.cat([mixed.level for mixed in mixed_batches(levels(lab.config()), 40, 5, 0)])

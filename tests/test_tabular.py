@@ -15,6 +15,7 @@ import torch
 import looped
 from looped.experiments import Lab, run_experiment
 from looped.experiments import tabular as experiment
+from looped.experiments.measure import Measured, single
 from looped.experiments.tabular import run_without
 from looped.icl import tabular
 from looped.icl.curves import RunningCurve
@@ -391,6 +392,44 @@ def test_accuracy_of_a_model_that_copies_the_last_label(tmp_path, monkeypatch):
         assert (line.curve.n_prompts, line.curve.low[i], line.curve.high[i]) == (50, expected.low[0], expected.high[0])
     n_better = sum(row[4] >= row[5] for row in rows.values())
     assert [(claim.measured, claim.holds) for claim in outcome.claims] == [(f"{n_better} of 2", n_better == 2)]
+
+
+@pytest.mark.parametrize(
+    ("better", "n_tables", "measured", "holds"),
+    [
+        ([True, True, False], 3, "2 of 3", True),
+        ([True, False], 2, "1 of 2", False),
+        ([True], 5, "1 of 1 (1 of 5 tables measured)", None),
+        ([True, True, True], 5, "3 of 3 (3 of 5 tables measured)", None),
+        ([False, False, False, True], 5, "1 of 4 (4 of 5 tables measured)", False),
+        ([], 5, "- (0 of 5 tables measured)", None),
+    ],
+)
+def test_most_tables_are_of_all_tables(better, n_tables, measured, holds):
+    def accuracy(value):
+        return Measured(single([value]), [[value]], 0.0)
+
+    found = {str(i): {"looped": accuracy(0.6), "unlooped": accuracy(0.5 if one else 0.7)} for i, one in enumerate(better)}
+    claim = experiment._claim(found | {"alone": {"looped": accuracy(0.9)}}, n_tables)
+    assert (claim.measured, claim.holds) == (measured, holds)
+
+
+def test_each_table_has_its_own_number_of_prompts(tmp_path, monkeypatch):
+    a, b = _easy()
+    monkeypatch.setattr(tabular, "_bundled", lambda: (a, Table("b", b.X[:30], b.y[:30])))
+    load_tables.cache_clear()
+    lab = Lab("tiny", tmp_path)
+    looped.save_model(copies_the_last_label(lab.config("tabular").model), tmp_path / "looped")
+    looped.save_model(looped.LoopedTransformer(lab.config("tabular", unlooped=True).model), tmp_path / "unlooped")
+    given = {"tabular_bundled_without_a": "looped", "tabular_bundled_without_b_unlooped": "unlooped"}
+    given = {name: str(tmp_path / folder) for name, folder in given.items()}
+    lab = Lab("tiny", tmp_path, given=given, may_train=False, n_prompts=50)
+    outcome = run_experiment("tabular", lab)
+    load_tables.cache_clear()
+    lines = {line.label: line for line in outcome.panels[0].lines}
+    assert (list(lines["ridge"].xs), lines["ridge"].prompts_at, lines["ridge"].models_at) == ([0, 1], [50, 30], [0, 0])
+    assert (lines["looped"].xs, lines["looped"].prompts_at, lines["looped"].models_at) == ([0], [50], [1])
+    assert (lines["unlooped"].xs, lines["unlooped"].prompts_at, lines["unlooped"].models_at) == ([1], [30], [1])
 
 
 def _easy():

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import looped
 from looped import checkpoint
 from looped.icl.prompts import interleave
 from looped.train import Ramp, TrainConfig, preset, train, trainer
+from looped.train.recipe import PAPER
+from looped.train.shortfall import shortfall
 from looped.train.trainer import Run, window_errors
 
 SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
@@ -170,6 +173,48 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path):
         train(tiny(), tmp_path, progress=False)
     with pytest.raises(ValueError, match=r"has another lr \(0\.001, not 0\.01\), seed \(42, not 3\)"):
         train(tiny(lr=1e-2, seed=3), tmp_path, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("place", ["model", "model_4"])
+def test_a_new_run_does_not_take_the_models_of_another_for_its_own(tmp_path, place):
+    old, new = tiny(keep_every=4), tiny(keep_every=4, lr=1e-2)
+    whole = train(old, tmp_path, progress=False)
+    for path in (tmp_path / "state.pt", *(one for one in tmp_path.glob("model*") if one.name != place)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for resume in (False, True):
+        with pytest.raises(
+            ValueError, match=f"holds {place} of another run, whose state.pt is gone; choose another folder, or"
+        ):
+            train(new, tmp_path, resume=resume, progress=False)
+        assert json.loads((tmp_path / "train.json").read_text())["lr"] == old.lr
+    assert torch.equal(weights(train(dataclasses.replace(old, save_every=3), tmp_path, progress=False)), weights(whole))
+    (tmp_path / "state.pt").unlink()
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(ValueError, match="of another run"):
+        train(old, tmp_path, progress=False)
+    for content, message in (("{", "is not JSON"), ("[]", "describes no run"), ("{}", "describes no run .'model' is missing")):
+        (tmp_path / "train.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"train\.json {message}.*; restore it"):
+            train(old, tmp_path, progress=False)
+
+
+def test_a_run_shorter_than_its_curriculum_says_so(tmp_path, caplog):
+    train(tiny(), tmp_path / "whole", progress=False)
+    assert not caplog.messages
+    train(tiny(n_steps=3, **SETTLING), tmp_path / "short", progress=False)
+    (message,) = caplog.messages
+    assert message.startswith("train: n_steps=3 is shorter than the curriculum: dims end at 1, not 2; points end at 3, not 5; ")
+    assert message.endswith("nothing asks states to rest, as settle_from=4 is past the last step")
+    for n_steps, missing in (
+        (4, "dims end at 1, not 2; points end at 4, not 5; loops end at 3, not 4"),
+        (5, "points end at 4, not 5"),
+        (7, ""),
+    ):
+        assert shortfall(tiny(n_steps=n_steps)) == missing
+    for name in ("rest_weight", "extra_loops"):
+        assert "to rest" in shortfall(tiny(settle_from=12, **{name: SETTLING[name]}))
+        assert shortfall(tiny(settle_from=11, **{name: SETTLING[name]})) == ""
+    assert not any(shortfall(preset(name, task)) for name in ("tiny", "small", "paper") for task in PAPER)
 
 
 def test_log_has_each_step_once_after_a_crash(tmp_path, monkeypatch):

@@ -48,8 +48,11 @@ def experiment_command(
 ) -> None:
     """Run the experiment NAME of the in-context papers; without NAME, list them.
 
-    Leaves OUT/NAME.json, .csv and .png, and the models it needs in OUT/models, where other experiments find them. Presets: tiny
-    (minutes, a first look), small (2 CPU cores, an hour or a few for each model), paper (the published sizes, for a GPU).
+    Leaves OUT/NAME.json, .csv and .png, and the models it needs in OUT/models, where other experiments find them. A quick look
+    (--steps, or fewer prompts than by default) takes the place of no measurement: it leaves NAME_100_steps_32_prompts.json.
+
+    Presets: tiny (minutes, a first look), small (2 CPU cores, an hour or a few for each model), paper (the published sizes, for
+    a GPU).
 
     --models takes the names that --list shows, each with the folder of a model or the name of a bundled one. A model that is
     missing is trained. Ctrl-C keeps its checkpoint, and the same command with --resume goes on.
@@ -108,5 +111,5 @@ def experiment_command(
     from looped.report.outcomes import plot_outcome
 
     outcome.save(out)  # after printing: a full disk must not lose the result
-    plot_outcome(outcome, out / f"{name}.png")
-    click.echo(f"looped: wrote {out / name}.json, .csv and .png in {outcome.seconds:.0f} s", err=True)
+    plot_outcome(outcome, out / f"{outcome.stem}.png")
+    click.echo(f"looped: wrote {out / outcome.stem}.json, .csv and .png in {outcome.seconds:.0f} s", err=True)

@@ -192,16 +192,18 @@ def _study(
             points[way].append((float(used.loops.mean()), float(used.error.mean())))
             wins += float(used.error.mean()) < float(same.mean())
             if tol == SHOWN and way == "per prompt":
-                panels.append(_by_difficulty(name, some, level, used))
+                panels.append(_by_difficulty(name, some, level, used, len(models)))
                 claims += _claims(name, some, level, used)
         title = name.replace("_", " ")
         text = f"{title}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
         claims.append(Claim("future work", text, f"at {wins} of {len(TOLERANCES)}", 2 * wins > len(TOLERANCES)))
     by_seed = [errors.mean(dim=0).tolist() for errors in by_model] if len(by_model) > 1 else []
-    lines = [Line("same loops for all", range(1, cap + 1), _curve(every), "baseline", by_seed)]
+    counts = [len(models)] * cap
+    lines = [Line("same loops for all", range(1, cap + 1), _curve(every), "baseline", by_seed, models_at=counts)]
     for way, found in points.items():
         ordered = sorted(found)
-        lines.append(Line(way, [mean for mean, _ in ordered], single([error for _, error in ordered], lab.n_prompts)))
+        curve = single([error for _, error in ordered], lab.n_prompts)
+        lines.append(Line(way, [mean for mean, _ in ordered], curve, models_at=[len(models)] * len(ordered)))
     title = f"{name.replace('_', ' ')}, mixed: error against mean loops"
     panels.append(Panel(title, "loops, mean over prompts (tokens)", "squared error / variance of y", lines, "xy"))
 
@@ -214,8 +216,12 @@ def _by_task(some: list[Level], level: Tensor) -> dict[str, Tensor]:
 
 
 def _at(errors: Tensor, used: Used) -> Tensor:
-    """Of errors by loops [B, L], those after the mean of the loops used, [B]."""
-    return errors[:, min(errors.shape[1], max(1, round(float(used.loops.mean())))) - 1]
+    """Of errors by loops [B, L], those after the mean of the loops used, [B]; between two loops on the line between theirs, as
+    if a share of the prompts had one loop more."""
+    mean = min(errors.shape[1], max(1.0, float(used.loops.mean())))
+    below = int(mean)
+    above, share = min(errors.shape[1], below + 1), mean - below
+    return (1 - share) * errors[:, below - 1] + share * errors[:, above - 1]
 
 
 def _curve(rows: Tensor) -> Curve:
@@ -224,7 +230,7 @@ def _curve(rows: Tensor) -> Curve:
     return running.curve()
 
 
-def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used) -> Panel:
+def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used, n_models: int) -> Panel:
     lines = []
     for family in dict.fromkeys(one.family for one in some):
         own = [(one.difficulty, used.loops[level == i]) for i, one in enumerate(some) if one.family == family]
@@ -235,7 +241,8 @@ def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used) -> P
             running.add(loops[:, None])
             curves.append(running.curve())
         if curves:
-            lines.append(Line(family, [difficulty for difficulty, _ in own], joined(curves)))
+            xs, counts = [difficulty for difficulty, _ in own], [curve.n_prompts for curve in curves]
+            lines.append(Line(family, xs, joined(curves), prompts_at=counts, models_at=[n_models] * len(xs)))
     return Panel(f"{name.replace('_', ' ')}: loops used at {SHOWN:g}, by difficulty", "difficulty", "loops", lines, log="")
 
 

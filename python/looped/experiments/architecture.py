@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from looped.experiments.lab import Lab, Run, n_parameters
 from looped.experiments.loops_and_window import published_run, settled_at
 from looped.experiments.measure import Measured, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
+from looped.experiments.verdict import part_of
 
 TASK = "linear_regression"
 REACH = 3  # times the trained loops
@@ -66,26 +69,29 @@ def run(lab: Lab) -> Outcome:
     settings = dict(n_loops=n_loops, values={field: list(values) for field, values in VALUES[lab.preset].items()})
     sheet = Sheet("squared error / variance of y with all examples", columns, rows)
     errors_of = {field: {v: one.curve.mean for v, one in some.items()} for field, some in found.items()}
-    return Outcome("architecture", "Fig. 7", lab.preset, settings, panels, sheet, _claims(errors_of, n_loops))
+    return Outcome(
+        "architecture", "Fig. 7", lab.preset, settings, panels, sheet, _claims(errors_of, n_loops, VALUES[lab.preset])
+    )
 
 
-def _claims(found: dict[str, dict[int, list[float]]], n_loops: int) -> list[Claim]:
-    claims = []
+def _claims(found: dict[str, dict[int, list[float]]], n_loops: int, wanted: Mapping[str, Sequence[int]]) -> list[Claim]:
+    """Of the first and the last value where a claim is about these alone, and of all values where it is about the best."""
     layers = {value: settled_at(errors) for value, errors in found["n_core"].items()}
-    text = "with more layers in the loop fewer loops are needed"
-    measured = ", ".join(f"{value}: loop {loop}" for value, loop in layers.items()) or "-"
-    known = list(layers.values())
-    claims.append(Claim("Fig. 7", text, measured, known[-1] < known[0] if len(known) > 1 else None))
-    for field, text in (
-        ("d_model", "a wider model has the smaller error"),
-        ("n_heads", "the error is least at a middle number of heads"),
+    width, heads = ({value: one[n_loops - 1] for value, one in found[field].items()} for field in ("d_model", "n_heads"))
+
+    def falls(values: dict[int, Any], field: str) -> bool | None:
+        first, last = wanted[field][0], wanted[field][-1]
+        return values[last] < values[first] if {first, last} <= set(values) else None
+
+    best = min(heads, key=heads.__getitem__) if set(heads) == set(wanted["n_heads"]) and len(heads) > 2 else None
+    in_the_middle = best not in (wanted["n_heads"][0], wanted["n_heads"][-1]) if best is not None else None
+    claims = []
+    for field, text, values, holds in (
+        ("n_core", "with more layers in the loop fewer loops are needed", layers, falls(layers, "n_core")),
+        ("d_model", "a wider model has the smaller error", width, falls(width, "d_model")),
+        ("n_heads", "the error is least at a middle number of heads", heads, in_the_middle),
     ):
-        errors = {value: one[n_loops - 1] for value, one in found[field].items()}
-        measured = ", ".join(f"{value}: {error:.3g}" for value, error in errors.items()) or "-"
-        ordered, holds = list(errors.values()), None
-        if field == "d_model" and len(ordered) > 1:
-            holds = ordered[-1] < ordered[0]
-        elif field == "n_heads" and len(ordered) > 2:
-            holds = 0 < ordered.index(min(ordered)) < len(ordered) - 1
-        claims.append(Claim("Fig. 7", text, measured, holds))
+        unit = "loop " if field == "n_core" else ""
+        measured = ", ".join(f"{value}: {unit}{one:.3g}" for value, one in values.items()) or "-"
+        claims.append(Claim("Fig. 7", text, measured + part_of(len(values), len(wanted[field]), "values"), holds))
     return claims

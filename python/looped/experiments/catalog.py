@@ -56,12 +56,14 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
     begin = time.perf_counter()
     outcome: Outcome = _module(name).run(lab)
     settings = {"n_prompts": lab.n_prompts, "seed": lab.seed, "seeds": list(lab.seeds), "device": lab.device}
+    settings |= {"n_steps": lab.n_steps or None}  # of every training, where these are not the experiment's own
     return dataclasses.replace(
         outcome,
         settings=settings | outcome.settings,
         models=dict(lab.used),
-        notes=[*lab.notes, *outcome.notes],
+        notes=[*lab.remarks(), *outcome.notes],
         seconds=time.perf_counter() - begin,
+        variant=lab.variant,
     )
 
 

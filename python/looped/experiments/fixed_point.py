@@ -55,7 +55,7 @@ def run(lab: Lab) -> Outcome:
         "fixed-point",
         "Fig. 2, 3",
         lab.preset,
-        dict(task=task.name, n_dims=task.n_dims, n_points=n_points, n_loops_trained=n_loops, window=config.window),
+        dict(task=task.name, n_dims=task.n_dims, n_points=n_points, n_loops_trained=n_loops),
         panels,
         _sheet(models, loops, examples, n_loops),
         _claims(models, loops, examples, n_loops, task.n_dims),

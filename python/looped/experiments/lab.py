@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from looped.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
+from looped.experiments.given import Given, apart
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.suggestion import suggestion
 from looped.train import Ramp, TrainConfig, preset, train, usable_device
 from looped.train.divergence import why_diverged
+from looped.train.record import FILE, is_record_of
+from looped.train.shortfall import shortfall
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ class Lab:
     progress: bool = True
     used: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    loaded: dict[str, LoopedTransformer] = field(init=False, repr=False, default_factory=dict)  # those that were given
+    short: dict[str, list[str]] = field(default_factory=dict)  # the models whose runs end without something, by what it is
+    loaded: dict[str, Given] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.preset not in N_PROMPTS:
@@ -71,8 +74,14 @@ class Lab:
             if getattr(self, name) < 0:
                 raise ValueError(f"Lab: {name}={getattr(self, name)} must be 1 or more, or 0 for the default")
         usable_device(self.device)
-        self.loaded = {name: _load(name, source) for name, source in self.given.items()}
+        self.loaded = {name: Given.load(name, source) for name, source in self.given.items()}
         self.n_prompts = self.n_prompts or N_PROMPTS[self.preset]
+
+    @property
+    def variant(self) -> str:
+        """What a quick look has in its files' names: the steps of its trainings, and prompts that are fewer than by default."""
+        steps = f"_{self.n_steps}_steps" if self.n_steps else ""
+        return steps + (f"_{self.n_prompts}_prompts" if self.n_prompts < N_PROMPTS[self.preset] else "")
 
     def config(self, task: str = "linear_regression", **changes: Any) -> TrainConfig:
         """`looped.train.preset` of this preset, with what an experiment needs to learn something at "tiny"."""
@@ -83,28 +92,43 @@ class Lab:
         return dataclasses.replace(config, model=config.model.replace(d_model=TINY_WIDTH))
 
     def check(self, experiment: str, wanted: Mapping[str, TrainConfig]) -> None:
-        """Raises ValueError for a given model that the experiment does not ask for, or that does not fit what it asks for."""
+        """Raises ValueError for a given model that the experiment does not ask for, or that is not what its name says.
+
+        That is one of another kind, and one that is unlike the run of its name in what sets the experiment's runs of that task
+        and kind apart (the sparsity in `sparsity`, b and T in `loops-and-window`). Other differences are noted by `models`.
+        """
         for name in self.given:
             if name not in wanted:
                 raise ValueError(
                     f"{experiment} uses no model {name!r}{suggestion(name, wanted)} "
                     f"(looped experiment {experiment} --preset {self.preset} --list names all {len(wanted)})"
                 )
-            self._check_fit(name, wanted[name])
+            self.loaded[name].check(name, wanted[name], self.preset, apart(wanted)[name])
 
     def models(self, name: str, config: TrainConfig, *, optional: bool = False) -> list[LoopedTransformer]:
         """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
 
         Empty where there is none: not trained, as asked, or diverged; a note then says so. optional: take what is there, and
-        neither train nor note what is not. Raises ValueError for a given model of other dimensions than the task's, and for a
-        run of another configuration in the folder.
+        neither train nor note what is not. A given model stands for all seeds; in what it is unlike the configuration is noted.
+        Raises ValueError for a given model of another kind, and for a run of another configuration in the folder.
         """
         if name in self.given:
-            self._check_fit(name, config)
-            self._note_model(name, self.loaded[name], f"given: {self.given[name]}")
-            return [self.loaded[name].to(self.device)]
-        found = [self._one(name, own, optional) for own in self._by_seed(config)]
-        return [model.to(self.device) for model in found if model is not None]
+            given = self.loaded[name]
+            given.check(name, config, self.preset)
+            self._note_model(name, given.model, f"given: {given.source}", given.run)
+            self.notes += given.remarks(name, self._by_seed(config)[0])
+            if len(self.seeds) > 1:
+                self.notes.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
+            return [given.model.to(self.device)]
+        found = {own.seed: self._one(name, own, optional) for own in self._by_seed(config)}
+        models = [model.to(self.device) for model in found.values() if model is not None]
+        if models and len(models) < len(self.seeds):
+            lost = [seed for seed, model in found.items() if model is None]
+            without = ", ".join(str(seed) for seed in lost)
+            self.notes.append(f"{name}: its numbers are of {len(models)} of {len(self.seeds)} seeds, without {without}")
+            for seed in lost:
+                self.used.setdefault(_label(name, seed), {"source": "not there"})
+        return models
 
     def inventory(self, wanted: Iterable[Run]) -> list[tuple[str, int | None, str | None]]:
         """Of each model, for each seed: its label, its steps (None of a given one), and where it comes from (None: nowhere
@@ -131,28 +155,19 @@ class Lab:
             config = dataclasses.replace(config, n_steps=self.n_steps, save_every=save_every)
         return [dataclasses.replace(config, seed=seed) for seed in self.seeds]
 
-    def _check_fit(self, name: str, config: TrainConfig) -> None:
-        source, wanted, has = self.given[name], config.model, self.loaded[name].config
-        for field_name in ("n_dims", "readout", "read_stride", "mask_kind"):
-            if getattr(wanted, field_name) != getattr(has, field_name):
-                raise ValueError(
-                    f"experiment: the model {source} for {name} has {field_name}={getattr(has, field_name)!r}, and preset "
-                    f"{self.preset} needs {getattr(wanted, field_name)!r}; give another model or preset"
-                )
-        if has.pos_kind == "learned" and has.n_positions < 2 * config.points.end - 1:
-            raise ValueError(
-                f"experiment: the model {source} for {name} has {has.n_positions} positions, and preset {self.preset} needs "
-                f"{2 * config.points.end - 1}; give another model or preset"
-            )
-
     def _place(self, name: str, config: TrainConfig) -> tuple[str, Path] | None:
         """Where a model of this very configuration is, in words and as a folder."""
         folder = self.run_folder(name, config.seed)
         model_files = (folder / "model" / CONFIG_FILE, folder / "model" / WEIGHTS_FILE)  # one alone: saving was cut short
-        if all(file.is_file() for file in model_files) and _is_run_of(folder / "train.json", config):
+        if all(file.is_file() for file in model_files) and is_record_of(folder / FILE, config):
+            if load_model(folder / "model").config != config.model:
+                raise ValueError(
+                    f"experiment: {folder / 'model'} is another model than {folder / FILE} describes; remove {folder} to train "
+                    "it again"
+                )
             return f"trained: {folder.name}", folder / "model"
         for bundled, place in bundled_models().items():
-            if _is_run_of(Path(place) / "train.json", config):
+            if is_record_of(Path(place) / FILE, config):
                 return f"bundled: {bundled}", Path(place)
         return None
 
@@ -176,6 +191,13 @@ class Lab:
             return None
         return self._note_model(label, model, f"trained: {folder.name}", config)
 
+    def remarks(self) -> list[str]:
+        """The notes, and which models are of runs that were shorter than their curricula."""
+        return [
+            *self.notes,
+            *(f"trained for too few steps ({what}): {'; '.join(labels)}" for what, labels in self.short.items()),
+        ]
+
     def _note_divergence(self, label: str, reason: str) -> None:
         reason = reason.removeprefix("train: ")
         self.used[label] = {"source": "diverged", "reason": reason}
@@ -189,8 +211,11 @@ class Lab:
             "n_steps": config.n_steps if config else None,
             "n_parameters": n_parameters(model),
             "n_loops": model.config.n_loops,
+            "window": config.window if config else None,
             "n_layers": model.config.n_core,
         }
+        if config and (missing := shortfall(config)):
+            self.short.setdefault(missing, []).append(label)
         return model
 
 
@@ -200,28 +225,3 @@ def n_parameters(model: LoopedTransformer) -> int:
 
 def _label(name: str, seed: int) -> str:
     return name if seed == SEED else f"{name}, seed {seed}"
-
-
-def _load(name: str, source: str) -> LoopedTransformer:
-    if source and Path(source).exists():
-        return load_model(source).float()
-    known = bundled_models()
-    if source not in known:
-        raise ValueError(
-            f"Lab: the model {source!r} for {name} is neither a folder nor a bundled model ({', '.join(known)}); check the path"
-        )
-    return load_model(known[source]).float()
-
-
-def _is_run_of(path: Path, config: TrainConfig) -> bool:
-    """Whether a run's file names this configuration; how often it was saved does not matter."""
-    if not path.is_file():
-        return False
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"experiment: {path} is not JSON ({error}); restore it, or remove its folder to train again"
-        ) from error
-    found = TrainConfig.from_dict(content)
-    return dataclasses.replace(found, save_every=config.save_every, keep_every=config.keep_every) == config

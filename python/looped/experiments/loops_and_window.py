@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import Measured, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
+from looped.experiments.verdict import part_of
 from looped.train import Ramp
 
 REACH = 5  # times the trained loops
@@ -115,21 +116,29 @@ def _claims(name: str, grid: Grid, found: dict[tuple[int, int], list[float]]) ->
         return found[b, window][-1] / found[b, window][b - 1]
 
     for window in grid.windows:
-        there = [b for b in grid.loops if (b, window) in found]
-        if len(there) > 1:
-            text = f"{title}, T={window}: with small b the error rises again past b, with large b it does not"
-            few, many = ratio(there[0], window), ratio(there[-1], window)
-            measured = f"{REACH} b / b: {few:.2f} x at b={there[0]}, {many:.2f} x at b={there[-1]}"
-            claims.append(Claim("Fig. 4", text, measured, few > DIVERGES >= many))
-            text = f"{title}, T={window}: with small b the fixed point is reached sooner"
-            first, last = settled_at(found[there[0], window]), settled_at(found[there[-1], window])
-            measured = f"loop {first} at b={there[0]}, {last} at b={there[-1]}"
-            claims.append(Claim("Fig. 4", text, measured, first < last))
-    small, large = min(grid.windows), max(grid.windows)
-    both = [b for b in grid.loops if {(b, small), (b, large)} <= set(found)] if small < large else []
-    if both:
-        errors = {window: sum(found[b, window][b - 1] for b in both) / len(both) for window in (small, large)}
+        wanted = [b for b in grid.loops if b >= window]
+        small, large = wanted[0], wanted[-1]
+        if small == large:
+            continue
+        lost = [f"b={b}" for b in (small, large) if (b, window) not in found]
+        measured, rises, sooner = [f"no model of {' and '.join(lost)}"] * 2, None, None
+        if not lost:
+            few, many = ratio(small, window), ratio(large, window)
+            first, last = settled_at(found[small, window]), settled_at(found[large, window])
+            measured = [f"{REACH} b / b: {few:.2f} x at b={small}, {many:.2f} x at b={large}"]
+            measured += [f"loop {first} at b={small}, {last} at b={large}"]
+            rises, sooner = few > DIVERGES >= many, first < last
+        text = f"{title}, T={window}: with small b the error rises again past b, with large b it does not"
+        claims.append(Claim("Fig. 4", text, measured[0], rises))
+        text = f"{title}, T={window}: with small b the fixed point is reached sooner"
+        claims.append(Claim("Fig. 4", text, measured[1], sooner))
+    narrow, wide = min(grid.windows), max(grid.windows)
+    wanted = [b for b in grid.loops if b >= wide]
+    if narrow < wide and wanted:
+        both = [b for b in wanted if {(b, narrow), (b, wide)} <= set(found)]
+        errors = {window: sum(found[b, window][b - 1] for b in both) / max(1, len(both)) for window in (narrow, wide)}
         text = f"{title}: a smaller window leaves a larger error"
-        measured = f"{errors[small]:.3g} at T={small}, {errors[large]:.3g} at T={large}"
-        claims.append(Claim("appendix B", text, measured, errors[small] > errors[large]))
+        measured_both = f"{errors[narrow]:.3g} at T={narrow}, {errors[wide]:.3g} at T={wide}" if both else "-"
+        measured_both += part_of(len(both), len(wanted), "values of b")
+        claims.append(Claim("appendix B", text, measured_both, errors[narrow] > errors[wide] if both == wanted else None))
     return claims

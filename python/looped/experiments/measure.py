@@ -87,7 +87,19 @@ def kind_of(name: str) -> str:
 
 def line(label: str, xs: Sequence[float], found: Measured, kind: str = "looped") -> Line:
     """What was measured as a line of a panel, with that of each model where there are several."""
-    return Line(label, xs, found.curve, kind, found.by_model if len(found.by_model) > 1 else ())
+    by_seed = found.by_model if len(found.by_model) > 1 else ()
+    return Line(label, xs, found.curve, kind, by_seed, models_at=[n_models(found, kind)] * len(xs))
+
+
+def line_of_last(label: str, xs: Sequence[float], found: Sequence[Measured], kind: str) -> Line:
+    """The last places of what was measured at each of xs, with the prompts and models behind each."""
+    prompts_at, models_at = [one.curve.n_prompts for one in found], [n_models(one, kind) for one in found]
+    return Line(label, xs, joined([one.curve for one in found]), kind, prompts_at=prompts_at, models_at=models_at)
+
+
+def n_models(found: Measured, kind: str) -> int:
+    """How many models are behind what was measured; none of a baseline."""
+    return 0 if kind == "baseline" else len(found.by_model)
 
 
 def first_of(pairs: Prompts, n_prompts: int) -> Prompts:
@@ -146,7 +158,7 @@ def mean_ratio(errors: Sequence[float], others: Sequence[float]) -> float:
 
 
 def joined(curves: Sequence[Curve]) -> Curve:
-    """The last places of several curves as the places of one."""
+    """The last places of several curves as the places of one; n_prompts is the least of theirs."""
     parts = ([getattr(curve, part)[-1] for curve in curves] for part in ("mean", "low", "high", "n_missing"))
     mean, low, high, n_missing = parts
     return Curve(mean, low, high, min(curve.n_prompts for curve in curves), n_missing)

@@ -22,7 +22,8 @@ Cell = str | float | int | None
 class Line:
     """A curve of a panel: `curve` over `xs`. kind: ``"looped"``, ``"twin"`` (tied, unlooped) or ``"baseline"``.
 
-    by_seed: the means of each of several models over whose mean `curve` is.
+    by_seed: the means of each of several models over whose mean `curve` is. prompts_at, models_at: how many prompts and models
+    are behind each place; by default the curve's prompts, and no models, as for a baseline.
     """
 
     label: str
@@ -30,15 +31,23 @@ class Line:
     curve: Curve
     kind: str = "looped"
     by_seed: Sequence[Sequence[float]] = ()
+    prompts_at: Sequence[int] = ()
+    models_at: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if len(self.xs) != len(self.curve.mean):
-            raise ValueError(f"Line: {self.label} has {len(self.xs)} places and {len(self.curve.mean)} values")
+        n = len(self.xs)
+        if n != len(self.curve.mean):
+            raise ValueError(f"Line: {self.label} has {n} places and {len(self.curve.mean)} values")
+        for name, default in (("prompts_at", self.curve.n_prompts), ("models_at", 0)):
+            given = list(getattr(self, name)) or [default] * n
+            if len(given) != n:
+                raise ValueError(f"Line: {self.label} has {n} places and {len(given)} {name}")
+            object.__setattr__(self, name, given)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with those of the curve among them."""
         own = {"label": self.label, "kind": self.kind, "xs": list(self.xs), "by_seed": [list(one) for one in self.by_seed]}
-        return own | self.curve.to_dict()
+        return own | self.curve.to_dict() | {"prompts_at": self.prompts_at, "models_at": self.models_at}
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why."""
+    """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why.
+
+    variant: what a quick look has in the names of its files, so that it takes no real measurement's place; else "".
+    """
 
     experiment: str
     figures: str
@@ -86,6 +98,12 @@ class Outcome:
     notes: Sequence[str] = ()
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
+    variant: str = ""
+
+    @property
+    def stem(self) -> str:
+        """The name of its files."""
+        return self.experiment + self.variant
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity are null."""
@@ -100,23 +118,24 @@ class Outcome:
         return whole
 
     def to_csv(self) -> str:
-        """One row per panel, line and place: panel, line, kind, at, mean, low, high, n_prompts."""
+        """One row per panel, line and place: panel, line, kind, at, mean, low, high, n_prompts, n_models."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["panel", "line", "kind", "at", "mean", "low", "high", "n_prompts"])
+        writer.writerow(["panel", "line", "kind", "at", "mean", "low", "high", "n_prompts", "n_models"])
         for panel in self.panels:
             for line in panel.lines:
                 curve = line.curve.to_dict()
-                for at, *row in zip(line.xs, curve["mean"], curve["low"], curve["high"], strict=True):
-                    writer.writerow([panel.title, line.label, line.kind, at, *row, curve["n_prompts"]])
+                parts = (curve["mean"], curve["low"], curve["high"], line.prompts_at, line.models_at)
+                for at, *row in zip(line.xs, *parts, strict=True):
+                    writer.writerow([panel.title, line.label, line.kind, at, *row])
         return text.getvalue()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write EXPERIMENT.json and EXPERIMENT.csv into a folder, which is made if missing."""
+        """Write `stem`.json and `stem`.csv into a folder, which is made if missing."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / f"{self.experiment}.json", json.dumps(self.to_dict(), indent=1).encode())
-        write_atomically(folder / f"{self.experiment}.csv", self.to_csv().encode())
+        write_atomically(folder / f"{self.stem}.json", json.dumps(self.to_dict(), indent=1).encode())
+        write_atomically(folder / f"{self.stem}.csv", self.to_csv().encode())
 
 
 def _plain(value: Any) -> Any:

@@ -65,7 +65,8 @@ def run(lab: Lab) -> Outcome:
 def _line(name: str, errors: torch.Tensor, n_prompts: int) -> Line:
     """The mean over models of errors [M, S], with each model's where there are several."""
     mean, by_seed = single(errors.mean(dim=0).tolist(), n_prompts), errors.tolist() if len(errors) > 1 else []
-    return Line(name, range(1, errors.shape[1] + 1), mean, kind_of(name), by_seed)
+    n_models, n_states = errors.shape
+    return Line(name, range(1, n_states + 1), mean, kind_of(name), by_seed, models_at=[n_models] * n_states)
 
 
 def _with_ones(pairs: Pairs) -> Pairs:

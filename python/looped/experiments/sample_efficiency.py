@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import Measured, by_examples, fresh, joined, kind_of, measure
-from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
-from looped.icl.curves import Curve
+from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line_of_last, measure
+from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
+from looped.experiments.verdict import for_most, part_of
 from looped.model import LoopedTransformer
 from looped.train import Ramp, TrainConfig
 
@@ -82,12 +82,12 @@ def run(lab: Lab) -> Outcome:
                 prompts = fresh(config.make_task(), lab.n_prompts, config.points.end, lab.seed)
                 found[kind][n_distinct] = one = measure(prompts, {kind: by_examples(models, config.make_task())})[kind]
                 rows.append([n_dims, n_distinct, kind, f"{lr:g}", one.curve.mean[n_dims], one.curve.mean[-1]])
-        lines = [Line(kind, list(some), _last(some), kind_of(kind)) for kind, some in found.items() if some]
+        lines = [line_of_last(kind, list(some), list(some.values()), kind_of(kind)) for kind, some in found.items() if some]
         panels.append(
             Panel(f"d={n_dims}, {2 * n_dims} examples", "distinct prompts", "squared error / variance of y", lines, "xy")
         )
         errors = {kind: {n: one.curve.mean[-1] for n, one in some.items()} for kind, some in found.items()}
-        claims.append(_claim(n_dims, errors))
+        claims.append(_claim(n_dims, errors, sizes.sets))
     columns = ["d", "distinct prompts", "", "best lr", "error at d", "error at 2 d"]
     settings = dict(sets=list(sizes.sets), lrs={str(d): list(lrs) for d, lrs in sizes.lrs.items()})
     sheet = Sheet("squared error / variance of y on fresh prompts", columns, rows)
@@ -95,30 +95,27 @@ def run(lab: Lab) -> Outcome:
 
 
 def _best(lab: Lab, by_lr: Mapping[float, Run]) -> tuple[float, list[LoopedTransformer], TrainConfig] | None:
-    """The learning rate with the least error over all points, on prompts that are not those of the figure."""
+    """The learning rate with the least error over all points, on prompts that are not those of the figure.
+
+    One of which models are missing, as a diverged one is, loses against one that has more of them.
+    """
     scored = []
     for lr, (name, config) in by_lr.items():
         if models := lab.models(name, config):
             task = config.make_task()
             prompts = fresh(task, lab.n_prompts, config.points.end, (lab.seed + VALIDATION) % 2**32)
             errors = measure(prompts, {"": by_examples(models, task)})[""].curve.mean
-            scored.append((sum(errors), lr, models, config))
+            n_missing = 0 if name in lab.given else len(lab.seeds) - len(models)
+            scored.append((n_missing, sum(errors), lr, models, config))
     if not scored:
         return None
-    _, lr, models, config = min(scored, key=lambda one: one[0])
+    *_, lr, models, config = min(scored, key=lambda one: one[:2])
     return lr, models, config
 
 
-def _last(some: dict[int, Measured]) -> Curve:
-    """The error with all examples, over the sets."""
-    return joined([one.curve for one in some.values()])
-
-
-def _claim(n_dims: int, errors: dict[str, dict[int, float]]) -> Claim:
+def _claim(n_dims: int, errors: dict[str, dict[int, float]], wanted: Sequence[int]) -> Claim:
     text = f"d={n_dims}: the looped model learns from fewer distinct prompts (here: below the unlooped one on most sets)"
     both = sorted(set(errors["looped"]) & set(errors["unlooped"]))
-    if not both:
-        return Claim("Fig. 5", text, "-", None)
-    measured = ", ".join(f"{n:,}: {errors['looped'][n]:.3g} against {errors['unlooped'][n]:.3g}" for n in both)
-    n_below = sum(errors["looped"][n] < errors["unlooped"][n] for n in both)
-    return Claim("Fig. 5", text, measured, 2 * n_below > len(both))
+    measured = ", ".join(f"{n:,}: {errors['looped'][n]:.3g} against {errors['unlooped'][n]:.3g}" for n in both) or "-"
+    measured += part_of(len(both), len(wanted), "sets")
+    return Claim("Fig. 5", text, measured, for_most([errors["looped"][n] < errors["unlooped"][n] for n in both], len(wanted)))

@@ -70,7 +70,7 @@ def run(lab: Lab) -> Outcome:
         )
         for name, measured in found.items()
     ]
-    settings = dict(task=task.name, n_dims=task.n_dims, n_points=n_points, n_loops=config.model.n_loops)
+    settings = dict(task=task.name, n_dims=task.n_dims, n_points=n_points)
     return Outcome("shift", "Fig. 6, appendix D", lab.preset, settings, panels, _sheet(found), _claims(found, lab))
 
 

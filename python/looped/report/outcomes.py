@@ -36,8 +36,21 @@ def plot_outcome(outcome: Outcome, path: str | os.PathLike[str]) -> None:
         _draw(axes, panel)
     for axes in places[len(outcome.panels) :]:
         axes.set_axis_off()
-    figure.suptitle(f"{outcome.experiment}, preset {outcome.preset} ({outcome.figures})")
+    figure.suptitle(figure_title(outcome))
     figure.savefig(path, dpi=110)
+
+
+def figure_title(outcome: Outcome) -> str:
+    """What was run, and below it on how many prompts, of which seeds, and of how many steps where these are a quick look's."""
+    settings = outcome.settings
+    below = [f"{settings['n_prompts']:,} prompts"] if "n_prompts" in settings else []
+    if seeds := settings.get("seeds"):
+        below.append(f"training seed{'s' if len(seeds) > 1 else ''} {', '.join(str(seed) for seed in seeds)}")
+    if n_steps := settings.get("n_steps"):
+        below.append(f"a quick look: every training {n_steps:,} steps")
+    return "\n".join(
+        [f"{outcome.experiment}, preset {outcome.preset} ({outcome.figures})", *(["; ".join(below)] if below else [])]
+    )
 
 
 def _draw(axes: Axes, panel: Panel) -> None:

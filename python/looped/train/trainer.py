@@ -27,10 +27,11 @@ from tqdm import tqdm
 from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
 from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
-from looped.train import divergence, provenance
+from looped.train import divergence, provenance, record
 from looped.train.device import usable_device
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
+from looped.train.shortfall import shortfall
 
 log = logging.getLogger(__name__)
 
@@ -165,10 +166,10 @@ def train(
     then raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the
     CPU.
 
-    Raises ValueError for a device that does not work here, where the folder holds a run and `resume` is False, or a run of
-    another configuration; OSError where a checkpoint cannot be written (the one before it is left whole); FloatingPointError
-    where training diverges or ends while it does (the last checkpoint before it is kept, `diverged.json` says where, and
-    resuming raises it again).
+    Raises ValueError for a device that does not work here, where the folder holds a run and `resume` is False, or a run or
+    models of another configuration; OSError where a checkpoint cannot be written (the one before it is left whole);
+    FloatingPointError where training diverges or ends while it does (the last checkpoint before it is kept, `diverged.json`
+    says where, and resuming raises it again).
     """
     folder, device = Path(folder), usable_device(device)
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,10 +197,14 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
     run = Run.start(config, device)
     if (folder / "state.pt").exists():
         _load_into(run, folder, resume)
+    else:
+        record.refuse_other_models(config, folder)
     divergence.forget_or_raise(config, folder, resume)
     for leftover in folder.glob("*.partial"):  # of a process that was killed while it wrote
         leftover.unlink(missing_ok=True)
-    write_atomically(folder / "train.json", json.dumps(config.to_dict(), indent=2).encode())
+    record.write_record(config, folder)
+    if missing := shortfall(config):
+        log.warning("train: n_steps=%s is shorter than the curriculum: %s", config.n_steps, missing)
     _drop_log_after(folder / "log.jsonl", run.step)
     provenance.record(folder, step=run.step, device=run.device, fused=loops_are_fused(run.model))
     saved_step = run.step
