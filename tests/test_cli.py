@@ -118,6 +118,7 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["train"], "Missing option '--out'"),
         (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),
         (["train", "--out", "{tmp}/r", "--set", "n_steps"], "KEY=VALUE"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "42", "--set", "seed=7"], "--seeds 42 and --set seed=7 are the same"),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", "lr=fast"], "lr='fast' must be a number"),
         (["nothing"], "No such command"),
     ],
