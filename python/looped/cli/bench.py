@@ -105,13 +105,15 @@ def bench_command(
         raise click.UsageError("--task scores a trained model; give a MODEL with it")
     looped_model = random_model(shape, seed=seed) if shape else load_model_of(source or BUNDLED, fields)
     config = looped_model.config
-    if task and (config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None):
-        raise click.UsageError("--task needs an in-context model: features in, a scalar read out")
     run = None
     if config.input_kind == "features" and not (shape or fields):
         defaults = "numbers of the family and tokens of a prompt are the defaults, where not given"
         run = run_of(source or BUNDLED, instead=defaults)
-    functions = task_of(run, task, config.n_dims, task_fields) if task else None
+    functions = None
+    if task:
+        if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
+            raise click.UsageError("--task needs an in-context model: features in, a scalar read out")
+        functions = task_of(run, task, config.n_dims, task_fields)
     if n_tokens is None:
         n_tokens = shape_sizes(shape)[2] if shape else 2 * run.points.end - 1 if run is not None else _tokens_of(config)
     elif config.pos_kind == "learned" and n_tokens > config.n_positions:
