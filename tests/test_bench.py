@@ -16,12 +16,15 @@ from models import icl_model
 from rich.console import Console
 
 import looped
+from looped.bench import rounds
 from looped.bench.latency import Sweep, measure, n_ways
 from looped.bench.rounds import Way, interleaved, spread
 from looped.bench.shapes import operations, random_model, shape_sizes
 from looped.cli import main
 from looped.environment import n_cores
 from looped.exits import RULES, Contraction
+from looped.icl.evaluate import batches
+from looped.icl.prompts import interleave
 from looped.icl.tasks import TASKS, LinearRegression
 from looped.report.latency import LEAST_NEEDED, latency_table
 
@@ -87,6 +90,21 @@ def test_short_calls_are_repeated_within_a_sample():
     assert len(count) >= 8
 
 
+def test_a_sample_goes_round_all_inputs_or_as_many_as_fit(monkeypatch):
+    """Also those of a short call are counted a whole number of times, or the mean would lean to the first ones."""
+    seen = []
+    calls = [lambda i=i: seen.append(i) for i in range(3)]
+    way = Way(calls[0], lambda: seen.append("prepare"), calls[1:])
+    for room, n_calls in ((2.0, 9), (0.005, 2)):
+        monkeypatch.setattr(rounds, "PASS_SECONDS", room)
+        monkeypatch.setattr(rounds.time, "perf_counter", iter([0, 9, 0, 0.002, 0, 1]).__next__)
+        (seconds,) = interleaved({"way": way}, 1, sample_seconds=0.015 if room == 2.0 else 0.001)
+        assert seconds["way"] == 1 / n_calls
+        last = len(seen) - seen[::-1].index("prepare")
+        assert seen[last:] == [0, *(i % 3 for i in range(n_calls))]
+        monkeypatch.undo()
+
+
 def test_spread():
     assert spread([3.0, 1.0, 2.0]) == pytest.approx((2.0, 1.2, 2.8))
 
@@ -112,6 +130,29 @@ def test_measured_rows_say_what_ran():
         assert row.peak_fraction == pytest.approx(row.gflops / latency.fma_peak_gflops["1"], abs=1e-12)
         assert row.error == by_key["eager", 1, exit, n_loops].error  # of the same prompts, whatever the batch
     assert by_key["cpu", 1, "off", 1].error != by_key["cpu", 1, "off", 150].error
+
+
+def test_with_an_exit_time_and_loops_are_of_many_prompts(monkeypatch):
+    """64 of the seed whatever the batch size, so that they go with the error; fewer only where they take too long."""
+    model = looped.load_pretrained("linear_regression")
+    sweep = Sweep([60], [1, 24, 64, 80], ["cpu"], exits=[None, Contraction(tol=0.1)])
+
+    def rows():
+        *_, latency = measure(model, sweep, name="x", n_tokens=21, task=LinearRegression(5), n_rounds=1)
+        return {(row.batch, row.exit): row for row in latency.rows}
+
+    many = rows()
+    assert {key: row.n_prompts for key, row in many.items()} == {
+        **{(B, "off"): B for B in (1, 24, 64, 80)},
+        **{(B, "contraction"): n for B, n in ((1, 64), (24, 72), (64, 64), (80, 80))},
+    }
+    assert many[1, "contraction"].mean_loops == many[64, "contraction"].mean_loops
+    monkeypatch.setattr(rounds, "warm_up", lambda way, seconds: min(5, 1 + len(way.others)))  # no time for more
+    few = rows()
+    assert [few[B, "contraction"].n_prompts for B in (1, 24, 64)] == [5, 72, 64]
+    pairs = next(batches(LinearRegression(5), 5, 11, 0, 5))
+    first = looped.solve(model, interleave(pairs.xs, pairs.ys), n_loops=60, exit=Contraction(tol=0.1), on_stall="exit")
+    assert few[1, "contraction"].mean_loops == first.n_loops.double().mean() != many[1, "contraction"].mean_loops
 
 
 def test_the_error_is_that_of_the_evaluation():
@@ -148,8 +189,17 @@ def test_bench_writes_tables_files_and_the_picture(tmp_path):
     assert {(r["batch"], r["n_loops"], r["backend"], r["exit"]) for r in report["rows"]} == {
         (B, L, backend, exit) for B in (1, 3) for L in (1, 4) for backend in ("cpu", "eager") for exit in ("off", "contraction")
     }
+    assert (report["task_options"], report["n_dims"], report["seed"]) == ({}, 5, 0)
+    rule = dict(rule="contraction", tol=3e-3, check_every=1, min_loops=0, scope="prompt", stall_window=16)
+    for row in report["rows"]:
+        assert row["stopping"] == (None if row["exit"] == "off" else rule | dict(on_stall="exit", accelerate=None))
     lines = list(csv.DictReader(io.StringIO((out / "latency.csv").read_text())))
     assert [float(line["ms"]) for line in lines] == [row["ms"] for row in report["rows"]]
+    shared = dict(model="linear_regression", task="linear_regression", task_options="{}", n_dims="5", n_tokens="21", seed="0")
+    for line, row in zip(lines, report["rows"], strict=True):
+        assert line | shared | dict(n_rounds="2") == line
+        settings = ("", "", "") if row["exit"] == "off" else ("0.003", "exit", "")
+        assert (line["tol"], line["on_stall"], line["accelerate"]) == settings
     assert (out / "latency.png").read_bytes()[:4] == b"\x89PNG"
     assert "measuring" in result.stderr
 
@@ -221,6 +271,7 @@ def test_stalls_and_acceleration_reach_the_exits_rows_alone():
     options = ("--loops", 100, "--batch", 4, "--rounds", 1, "--threads", 1, "--task", "linear_regression", "--backend", "cpu")
     plain, faster = (json.loads(run(*options, "--json", *more).stdout)["rows"] for more in ((), ("--anderson", 2)))
     assert [row["mean_loops"] for row in (plain[0], faster[0])] == [100, 100]
+    assert [row["stopping"]["accelerate"] for row in (plain[1], faster[1])] == [None, "anderson(2)"]
     assert plain[0]["error"] == faster[0]["error"]
     assert faster[1]["mean_loops"] < plain[1]["mean_loops"]
     assert faster[1]["error"] != plain[1]["error"]
@@ -244,6 +295,27 @@ def test_the_task_has_the_numbers_that_the_model_was_trained_with():
     assert "was trained on SparseLinearRegression(n_dims=8, sparsity=2), not on" in other.stderr
 
 
+def test_prompts_are_as_long_as_those_of_training(tmp_path):
+    options = ("--loops", 1, "--batch", 1, "--rounds", 1, "--threads", 1, "--backend", "cpu", "--exit", "none", "--json")
+    for task in ((), ("--task", "relu_2nn_regression"), ("--task", "linear_regression")):
+        result = run("relu_2nn_regression", *options, *task)
+        assert json.loads(result.stdout)["n_tokens"] == 41
+        assert "never trained" not in result.stderr
+    model = looped.load_pretrained("relu_2nn_regression")
+    looped.save_model(model, tmp_path / "model")
+    assert json.loads(run(tmp_path, *options).stdout)["n_tokens"] == 17  # no run: those that eval draws
+    for n_tokens, told in ((41, False), (42, True), (43, True)):
+        result = run("relu_2nn_regression", *options, "--tokens", n_tokens)
+        beyond = "looped: the model was trained on prompts of 21 points; those from 22 to 22 were never trained\n"
+        assert (beyond in result.stderr) is told
+    (tmp_path / "train.json").write_text("{}")
+    result = run(tmp_path, *options, "--task", "relu_2nn_regression")
+    report = json.loads(result.stdout)
+    assert (report["n_tokens"], report["task_options"], report["n_dims"]) == (17, {"hidden": 100}, 4)
+    assert f"looped: {tmp_path}/train.json does not say what the model was trained on (" in result.stderr
+    assert "; numbers of the family and tokens of a prompt are the defaults, where not given\n" in result.stderr
+
+
 def test_more_threads_than_cores_are_not_measured():
     options = ("--shape", "C16H2T7", "--loops", 1, "--batch", 1, "--rounds", 1, "--json")
     result = run(*options, "--threads", "1,1000")
@@ -253,8 +325,8 @@ def test_more_threads_than_cores_are_not_measured():
 
 def test_the_table_fits_its_terminal_with_its_errors_whole():
     row = dict(backend="eager", threads=1, batch=64, exit="contraction", n_loops=100, mean_loops=61.25, error=0.0019876)
-    row |= dict(ms=123.4, ms_p10=120.0, ms_p90=1234.0, ms_per_loop=2.01, gflops=104.2, peak_fraction=0.8)
-    report = dict(model="x", n_tokens=21, n_rounds=5, rows=[row], fma_peak_gflops={"1": 113.0})
+    row |= dict(n_prompts=64, ms=123.4, ms_p10=120.0, ms_p90=1234.0, ms_per_loop=2.01, gflops=104.2, peak_fraction=0.8)
+    report = dict(model="x", n_tokens=21, n_rounds=5, rows=[row], fma_peak_gflops={"1": 113.0}, task=None)
     for width, left_out in ((100, {"threads"}), (90, {"threads", "ms a loop"}), (78, {"threads", *LEAST_NEEDED})):
         console = Console(width=width, file=io.StringIO())
         console.print(table := latency_table(report, width))
@@ -264,6 +336,19 @@ def test_the_table_fits_its_terminal_with_its_errors_whole():
         assert "…" not in text
     several = latency_table(report | {"rows": [row, row | {"threads": 2}]})
     assert {"threads", "ms a loop"} <= {column.header for column in several.columns}
+
+
+def test_the_table_says_what_was_measured_and_of_how_many_prompts():
+    row = dict(backend="cpu", threads=1, batch=1, exit="off", n_loops=1, mean_loops=1, n_prompts=1, ms=1, ms_p10=1, ms_p90=1)
+    row |= dict(ms_per_loop=1, gflops=1, peak_fraction=None, error=None)
+    report = dict(model="runs/a", n_tokens=17, n_rounds=5, fma_peak_gflops={}, task="sparse_linear_regression")
+    report |= dict(task_options={"sparsity": 2}, n_dims=8)
+    with_exit = [row | dict(exit="contraction", n_prompts=n) for n in (64, 7, 80)]
+    table = latency_table(report | {"rows": [row, *with_exit]})
+    assert table.title == "runs/a on sparse_linear_regression, sparsity 2, 8 dimensions, 17 tokens, 5 rounds, 1 thread"
+    assert table.caption == "with an exit, ms and loops used are means over 7 to 80 prompts"
+    assert latency_table(report | {"rows": [row, with_exit[0]]}).caption.endswith("means over 64 prompts")
+    assert latency_table(report | {"rows": [row]}).caption is None
 
 
 def test_an_interrupt_keeps_the_finished_rounds(tmp_path):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from models import icl_model
 
 import looped
+import looped.cli.evaluate
 from looped.cli import main
 
 
@@ -36,7 +37,7 @@ def test_eval_prints_json_alone_on_standard_output(model_folder, tmp_path):
         5,
         6,
     )
-    assert {"looped", "weight-tied twin", "least_squares", "averaging"} <= set(report["predictors"])
+    assert {"looped", tmp_path.name, "least_squares", "averaging"} <= set(report["predictors"])
     assert report["predictors"]["looped"]["exit"]["rule"] == "contraction"
     for name in ("evaluation.json", "evaluation.csv", "evaluation.png"):
         assert (tmp_path / "out" / name).stat().st_size > 100
@@ -77,7 +78,120 @@ def test_eval_draws_what_the_model_was_trained_on(tmp_path):
     damaged = run("eval", tmp_path / "run", *options)
     assert damaged.exit_code == 2
     assert "give --task" in damaged.stderr
-    assert run("eval", tmp_path / "run", *options, "--task", "linear_regression").exit_code == 0
+    result = run("eval", tmp_path / "run", *options, "--task", "relu_2nn_regression")
+    assert json.loads(result.stdout)["task_options"] == {"hidden": 100}
+    assert f"{tmp_path}/run/train.json does not say what the model was trained on (no 'model')" in result.stderr
+    assert "; numbers of the family and pairs in a prompt are the defaults, where not given\n" in result.stderr
+
+
+FAST = ("--prompts", 2, "--no-baselines", "--no-settling", "--loops", 2)
+
+
+def test_a_model_without_its_run_is_scored_on_linear_regression_and_told_so(model_folder, monkeypatch):
+    scored_on = "scored on linear_regression, 2 dimensions; give --task if it was trained on others\n"
+    result = run("eval", model_folder, *FAST)
+    assert f"looped: no train.json beside {model_folder}: {scored_on}" in result.stderr
+    for known in ((model_folder, "--task", "linear_regression"), ("linear_regression",)):
+        assert "scored on" not in run("eval", *known, *FAST).stderr
+    monkeypatch.setattr(looped.cli.evaluate, "load_model_of", lambda source, fields: looped.load_model(source))
+    foreign = run("eval", model_folder, *FAST, "--set", "n_loops=6")
+    assert f"looped: --set reads no train.json: {scored_on}" in foreign.stderr
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Of a run on ReLU networks of 4 units, 2 dimensions, 5 points."""
+    result = run("train", "--preset", "tiny", "--task", "relu_2nn_regression", "--set", "n_steps=1", "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.stderr
+    return tmp_path / "run"
+
+
+def test_the_run_is_found_from_inside_the_model_and_through_links(run_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(run_folder / "model")
+    (tmp_path / "link").symlink_to(run_folder / "model")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model").symlink_to(run_folder / "model")
+    (tmp_path / "other" / "train.json").write_text(
+        (run_folder / "train.json").read_text().replace('"hidden": 4', '"hidden": 7')
+    )
+    for source, hidden in ((".", 4), (tmp_path / "link", 4), (tmp_path / "other" / "model", 7)):
+        report = json.loads(run("eval", source, *FAST, "--json").stdout)
+        assert (report["task"], report["task_options"]) == ("relu_2nn_regression", {"hidden": hidden})
+
+
+def test_titles_name_the_task_its_numbers_and_the_dimensions(monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.get_suptitle()))
+    result = run("eval", "sparse_linear_regression", *FAST, "--out", tmp_path)
+    shown = " ".join(result.stdout.split())
+    assert "sparse_linear_regression, sparsity 2, 8 dimensions: squared error / variance of y, by examples in the" in shown
+    assert drawn == ["sparse linear regression, sparsity 2, 8 dimensions, 2 prompts"]
+
+
+def test_points_beyond_the_trained_ones_are_told(run_folder, tmp_path):
+    looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=6), run_folder / "model")
+    for points, told in ((5, False), (6, True)):
+        result = run("eval", run_folder, *FAST, "--points", points, "--twin", run_folder / "model")
+        assert result.exit_code == 0, result.stderr
+        for who in ("the model", f"the twin {run_folder / 'model'}"):
+            beyond = f"looped: {who} was trained on prompts of 5 points; those from 6 to 6 were never trained\n"
+            assert (beyond in result.stderr) is told
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "name"),
+    [
+        ("runs/a", dict(inject="none", state_init="embedding"), "weight-tied twin"),
+        ("runs/a", dict(inject="none", state_init="embedding", n_loops=1), "a"),
+        ("runs/a", dict(state_init="embedding"), "a"),
+        ("runs/a/model", {}, "a"),
+        ("runs/a/model_40", {}, "a/model_40"),
+        ("runs/a/state.pt", {}, "a/state.pt"),
+        ("looped", {}, "looped (twin)"),
+        ("least_squares", {}, "least_squares (twin)"),
+        ("weight-tied twin", {}, "weight-tied twin (twin)"),
+        ("linear_regression_unlooped", {}, "linear_regression_unlooped"),
+    ],
+)
+def test_a_twin_has_the_name_of_what_it_is(source, changes, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / source
+    if path.suffix:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    elif not source.startswith("linear"):
+        path.mkdir(parents=True)
+    config = icl_model(**changes).config
+    assert looped.cli.evaluate._name_of_twin(source, config, {"looped", "least_squares"}) == name
+    if path.is_dir():
+        monkeypatch.chdir(path)
+        assert looped.cli.evaluate._name_of_twin(".", config, {"looped", "least_squares"}) == name
+
+
+def test_the_report_names_the_models(model_folder, tmp_path):
+    model_folder.rename(tmp_path / "looped")
+    result = run("eval", tmp_path / "looped", *FAST, "--twin", tmp_path / "looped", "--out", tmp_path / "out", "--json")
+    report = json.loads(result.stdout)
+    assert list(report["predictors"]) == ["looped", "looped (twin)"]
+    assert (report["model"], report["twin"]) == (str(tmp_path / "looped"), str(tmp_path / "looped"))
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == report
+    report = json.loads(run("eval", *FAST, "--json").stdout)
+    assert list(report["predictors"]) == ["looped", "weight-tied twin"]
+    assert (report["model"], report["twin"]) == ("linear_regression", "linear_regression_tied")
+    assert json.loads(run("eval", "linear_regression", *FAST, "--json").stdout)["twin"] is None
+
+
+def test_a_twin_that_was_trained_on_something_else_is_told(run_folder, model_folder):
+    result = run("eval", model_folder, *FAST, "--twin", run_folder)
+    trained, drawn = "ReLURegression(n_dims=2, hidden=4)", "LinearRegression(n_dims=2)"
+    assert f"looped: the twin {run_folder} was trained on {trained}, not on {drawn}\n" in result.stderr
+    assert "was trained on" not in run("eval", run_folder, *FAST, "--twin", run_folder).stderr
+    (run_folder / "train.json").write_text("{}")
+    result = run("eval", model_folder, *FAST, "--twin", run_folder)
+    assert result.exit_code == 0, result.stderr
+    assert "; whether the twin was trained on what is drawn is not known\n" in result.stderr
 
 
 def test_eval_prints_tables(model_folder):
@@ -118,6 +232,10 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["train"], "Missing option '--out'"),
         (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),
         (["train", "--out", "{tmp}/r", "--set", "n_steps"], "KEY=VALUE"),
+        (
+            ["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "42", "--set", "seed=7"],
+            "--seeds 42 and --set seed=7 are the same",
+        ),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", "lr=fast"], "lr='fast' must be a number"),
         (["nothing"], "No such command"),
     ],

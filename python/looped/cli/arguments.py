@@ -37,43 +37,53 @@ def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
     return load_checkpoint(folder, **key_values(fields)).float()
 
 
-def run_of(source: str, *, needed: bool) -> TrainConfig | None:
+def run_of(source: str, *, instead: str | None = None) -> TrainConfig | None:
     """The run that a model of `load_model_of` comes from, as train.json beside it or in the folder above has it; None without.
 
-    A train.json that cannot be read is an error where the run is needed.
+    Of a train.json that cannot be read, standard error says so and what stands instead; it is an error where nothing does.
     """
     from looped.pretrained import bundled_models
-    from looped.train import TrainConfig
+    from looped.train.record import FILE, MODEL, read_record
 
     folder = Path(source)
     if not folder.exists():
         folder = Path(bundled_models().get(source, source))
-    folder = folder if folder.is_dir() else folder.parent
-    for path in (folder / "train.json", *([folder.parent / "train.json"] if re.match("model(_[0-9]+)?$", folder.name) else [])):
+    folder = (folder if folder.is_dir() else folder.parent).absolute()
+    folders = []
+    for place in dict.fromkeys((folder, folder.resolve())):  # a link to run/model, or a run whose model is a link
+        folders += [place, *([place.parent] if re.fullmatch(MODEL, place.name) else [])]
+    for path in (place / FILE for place in folders):
         try:
-            return TrainConfig.from_dict(json.loads(path.read_text()))
+            return read_record(path)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not needed:
-                return None
-            raise click.UsageError(f"{path} does not say what the model was trained on ({error}); give --task") from None
+        except (OSError, ValueError) as error:
+            why = f"{path} does not say what the model was trained on ({error.__cause__ or error})"
+            if instead is None:
+                raise click.UsageError(f"{why}; give --task") from None
+            click.echo(f"looped: {why}; {instead}", err=True)
+            return None
     return None
 
 
 def task_of(run: TrainConfig | None, name: str | None, n_dims: int, fields: tuple[str, ...]) -> Task:
-    """The family of a name or, without one, of the model's run; with the run's own numbers where it is the same family.
-
-    Says on standard error where the model was trained on another one.
-    """
+    """The family of a name or, without one, of the model's run; with the run's own numbers where it is the same family."""
     from looped.icl.tasks import make_task
 
     name = name or (run.task if run is not None else BUNDLED)
     own = run.task_options if run is not None and run.task == name else {}
-    task = make_task(name, n_dims, **(own | key_values(fields, "--task-set")))
-    if run is not None and task != (trained := run.make_task()):
-        click.echo(f"looped: the model was trained on {trained}, not on {task}", err=True)
-    return task
+    return make_task(name, n_dims, **(own | key_values(fields, "--task-set")))
+
+
+def say_what_differs(model: str, run: TrainConfig | None, task: Task | None, n_points: int) -> None:
+    """On standard error, where a model's run had another task or shorter prompts than are drawn."""
+    if run is None:
+        return
+    if task is not None and task != (trained := run.make_task()):
+        click.echo(f"looped: {model} was trained on {trained}, not on {task}", err=True)
+    if n_points > (end := run.points.end):
+        beyond = f"those from {end + 1} to {n_points} were never trained"
+        click.echo(f"looped: {model} was trained on prompts of {end} points; {beyond}", err=True)
 
 
 def integers(option: str, text: str, least: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_of, run_of, task_of
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_of, run_of, say_what_differs, task_of
 
 
 @click.command("bench")
@@ -21,7 +21,7 @@ from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, integers, load_model_o
 @click.option("--backend", "backends", default="cpu,eager", show_default=True, help="A list of cpu, eager, auto.")
 @click.option("--threads", help="CPU threads: a list or a range, up to the cores; default PyTorch's.")
 @click.option(
-    "--tokens", "n_tokens", type=click.IntRange(min=1), help="Tokens of a prompt; default what the model is made for."
+    "--tokens", "n_tokens", type=click.IntRange(min=1), help="Tokens of a prompt; default as trained, or all positions."
 )
 @click.option("--exit", "rule", help="Exit rule to measure beside all loops, or none; default contraction for a checkpoint.")
 @click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
@@ -70,8 +70,12 @@ def bench_command(
     All combinations run once in each round, in turn, after a warm-up; shown are medians over the rounds with their 10 and
     90 % quantiles, and the share of the FMA peak that was measured in the same rounds. Ctrl-C keeps the finished rounds.
 
+    Prompts leave by an exit after loops of their own, so with one the time and the loops used are means over 64 prompts in
+    batches of B, or the first of them that take 2 seconds. The error is that of 512 prompts, whatever B.
+
     MODEL is a folder or file of any layout that looped reads, or the name of a bundled model; by default the bundled
-    linear-regression model.
+    linear-regression model. Prompts are as long as its train.json says, drawn with --task from its functions with the numbers
+    that it was trained with; without --task they are random numbers, on which an exit takes other loops.
 
     Exit rules: fixed, exact, absolute, relative, contraction, readout.
 
@@ -101,17 +105,22 @@ def bench_command(
         raise click.UsageError("--task scores a trained model; give a MODEL with it")
     looped_model = random_model(shape, seed=seed) if shape else load_model_of(source or BUNDLED, fields)
     config = looped_model.config
+    run = None
+    if config.input_kind == "features" and not (shape or fields):
+        defaults = "numbers of the family and tokens of a prompt are the defaults, where not given"
+        run = run_of(source or BUNDLED, instead=defaults)
     functions = None
     if task:
         if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
             raise click.UsageError("--task needs an in-context model: features in, a scalar read out")
-        functions = task_of(None if fields else run_of(source or BUNDLED, needed=False), task, config.n_dims, task_fields)
+        functions = task_of(run, task, config.n_dims, task_fields)
     if n_tokens is None:
-        n_tokens = shape_sizes(shape)[2] if shape else _tokens_of(config)
+        n_tokens = shape_sizes(shape)[2] if shape else 2 * run.points.end - 1 if run is not None else _tokens_of(config)
     elif config.pos_kind == "learned" and n_tokens > config.n_positions:
         raise click.UsageError(f"--tokens {n_tokens} is more than the model's {config.n_positions} positions")
     elif task and n_tokens % 2 == 0:
         raise click.UsageError(f"--tokens {n_tokens} must be odd with --task: prompts end at an x, and its y is predicted")
+    say_what_differs("the model", run, functions, n_tokens // 2 + 1)
     chosen_backends = [name.strip() for name in backends.split(",")]
     for name in chosen_backends:
         if name not in BACKENDS:
@@ -190,7 +199,7 @@ def bench_command(
 
 
 def _tokens_of(config: Any) -> int:
-    """Tokens of the prompts that eval scores with an in-context model; else all positions, or 64."""
+    """Without a run: tokens of the prompts that eval scores with an in-context model; else all positions, or 64."""
     if config.input_kind == "features" and config.read_stride == 2:
         n_tokens = 4 * config.n_dims + 1
         return min(n_tokens, config.n_positions - 1 + config.n_positions % 2) if config.pos_kind == "learned" else n_tokens

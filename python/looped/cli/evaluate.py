@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, run_of, task_of, use_threads
+from looped.cli.arguments import BUNDLED, EVAL_TOLERANCE, load_model_of, run_of, say_what_differs, task_of, use_threads
 
 if TYPE_CHECKING:
+    from looped.config import LoopedConfig
     from looped.icl.evaluate import Evaluation
 
 
@@ -67,7 +71,8 @@ def evaluate_command(
 
     MODEL is a folder or file of any layout that looped reads, the folder of a run of `looped train`, or the name of a
     bundled model; by default the bundled linear-regression model. Prompts are those of its training, as its train.json has
-    them; of a model without one, linear regression with 2 * dimensions + 1 pairs.
+    them; of a model without one, linear regression with 2 * dimensions + 1 pairs. Standard error says so, and where a model
+    was trained on others than those drawn.
     """
     from tqdm import tqdm
 
@@ -76,6 +81,7 @@ def evaluate_command(
     from looped.icl.baselines import baselines_for
     from looped.icl.evaluate import SLOW_PROMPTS, EvaluationInterrupted, another_interrupt_ignored, evaluate
     from looped.icl.predictor import LoopedPredictor
+    from looped.report.titles import task_title
 
     use_threads(threads)
     if out:
@@ -84,14 +90,21 @@ def evaluate_command(
         raise click.UsageError("--twin-set goes with --twin")
     if twin is None and model is None:
         twin = f"{BUNDLED}_tied"
-    main_model = load_model_of(model or BUNDLED, fields)
+    source = model or BUNDLED
+    main_model = load_model_of(source, fields)
     config = main_model.config
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
-    run = None if fields else run_of(model or BUNDLED, needed=task is None)
+    defaults = "numbers of the family and pairs in a prompt are the defaults, where not given"
+    run = None if fields else run_of(source, instead=task and defaults)
     functions = task_of(run, task, config.n_dims, task_fields)
+    if run is None and not task:
+        why = "--set reads no train.json" if fields else f"no train.json beside {source}"
+        drawn = task_title(functions.name, functions.options, functions.n_dims)
+        click.echo(f"looped: {why}: scored on {drawn}; give --task if it was trained on others", err=True)
     room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
     n_points = n_points or (run.points.end if run is not None else min(2 * config.n_dims + 1, room))
+    say_what_differs("the model", run, functions, n_points)
     if rule == "contraction" and tol is None:
         tol = EVAL_TOLERANCE
     exit_rule = make_exit(rule, **({} if tol is None else {"tol": tol}))
@@ -105,10 +118,14 @@ def evaluate_command(
             accelerate=Anderson(anderson) if anderson else None,
         )
     ]
+    others = baselines_for(functions) if baselines else []
     if twin:
-        predictors.append(LoopedPredictor(load_model_of(twin, twin_fields), name="weight-tied twin"))
-    if baselines:
-        predictors += baselines_for(functions)
+        twin_model = load_model_of(twin, twin_fields)
+        name = _name_of_twin(twin, twin_model.config, {"looped", *(predictor.name for predictor in others)})
+        predictors.append(LoopedPredictor(twin_model, name=name))
+        unknown = "whether the twin was trained on what is drawn is not known"
+        say_what_differs(f"the twin {twin}", None if twin_fields else run_of(twin, instead=unknown), functions, n_points)
+    predictors += others
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
     quiet = sys.stderr is None
@@ -133,9 +150,25 @@ def evaluate_command(
         except EvaluationInterrupted as stop:
             result, stopped = stop.result, stop
     with another_interrupt_ignored() if stopped else nullcontext():
-        _give(result, as_json, out)
+        _give(dataclasses.replace(result, sources={"model": source, "twin": twin}), as_json, out)
     if stopped:
         raise KeyboardInterrupt(f"{stopped}, which are shown")
+
+
+def _name_of_twin(source: str, config: LoopedConfig, taken: set[str]) -> str:
+    """What a weight-tied twin is, else the bundled model's name or the folder's; of a run's model, with the run's folder."""
+    if (config.inject, config.state_init) == ("none", "embedding") and config.n_loops > 1:
+        return "weight-tied twin"
+    name = source
+    if Path(source).exists():
+        path = Path(os.path.abspath(source))  # "." has no name
+        name = path.name
+        if name == "model":
+            name = path.parent.name
+        elif path.is_file() or re.match("model_[0-9]+$", name):
+            name = f"{path.parent.name}/{name}"
+    shown = {other.replace("_", " ") for other in (*taken, "weight-tied twin")}  # in tables and figures
+    return f"{name} (twin)" if name.replace("_", " ") in shown else name
 
 
 def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:

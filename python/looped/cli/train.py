@@ -51,6 +51,8 @@ def train_command(
     for name in ("name", "task", "tied", "unlooped", "model"):
         if name in changes:
             raise click.UsageError(f"--set {name} is not a field of the run; use --preset, --task, --tied or --unlooped")
+    if seeds and "seed" in changes:
+        raise click.UsageError(f"--seeds {seeds} and --set seed={changes['seed']} are the same field; give one")
     config = preset(preset_name, task, tied=tied, unlooped=unlooped, **changes)
     if seeds:
         numbers = integers("--seeds", seeds, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import dataclasses
 import io
 import json
 import logging
@@ -15,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -70,7 +69,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of several predictors on the same prompts. task_options: the task's numbers beside n_dims, such as a sparsity."""
+    """Scores of several predictors on the same prompts.
+
+    task_options: the task's numbers beside n_dims, such as a sparsity. sources: where the models come from, by their role
+    (``{"model": "runs/loop"}``), where the caller says so; entries of `to_dict` of their own.
+    """
 
     task: str
     task_options: dict[str, Any]
@@ -80,11 +83,12 @@ class Evaluation:
     seed: int
     error_scale: float
     scores: dict[str, Score]
+    sources: dict[str, str | None] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN is null."""
         names = ("task", "task_options", "n_dims", "n_points", "n_prompts", "seed", "error_scale")
-        head = {name: getattr(self, name) for name in names}
+        head = self.sources | {name: getattr(self, name) for name in names}
         trained = [s.looped["n_loops_trained"] for s in self.scores.values() if s.looped]
         head["n_loops_trained"] = trained[0] if trained else None
         return head | {"predictors": {name: score.to_dict() for name, score in self.scores.items()}}
@@ -184,8 +188,7 @@ def evaluate(
 
     def evaluation(scorers: Sequence[_Scorer], n_prompts: int) -> Evaluation:
         scores = {scorer.predictor.name: scorer.score() for scorer in scorers}
-        options = {name: value for name, value in dataclasses.asdict(task).items() if name != "n_dims"}
-        return Evaluation(task.name, options, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
+        return Evaluation(task.name, task.options, task.n_dims, n_points, n_prompts, seed, task.error_scale, scores)
 
     kept: tuple[list[_Scorer], int] = [], 0
     try:

@@ -71,13 +71,18 @@ class LoopedPredictor:
 
     def exit_to_dict(self) -> dict[str, Any]:
         """How it stops, as plain JSON values."""
-        rule = {name: value for name, value in dataclasses.asdict(self.rule).items() if not isinstance(value, list)}
-        if math.isinf(rule.get("tol", 0)):
-            rule["tol"] = "inf"
-        return {
-            "rule": type(self.rule).__name__.lower(),
-            **rule,
-            "on_stall": self.on_stall,
-            "accelerate": f"anderson({self.accelerate.depth})" if isinstance(self.accelerate, Anderson) else None,
-            "n_loops": self.n_loops if self.n_loops is not None else self.n_loops_trained,
-        }
+        n_loops = self.n_loops if self.n_loops is not None else self.n_loops_trained
+        return stopping_to_dict(self.rule, self.on_stall, self.accelerate) | {"n_loops": n_loops}
+
+
+def stopping_to_dict(rule: ExitRule, on_stall: str, accelerate: Anderson | str | None) -> dict[str, Any]:
+    """An exit rule by its name and fields, on_stall and the acceleration, as plain JSON values."""
+    fields = {name: value for name, value in dataclasses.asdict(rule).items() if not isinstance(value, list)}
+    if math.isinf(fields.get("tol", 0)):
+        fields["tol"] = "inf"
+    return {
+        "rule": type(rule).__name__.lower(),
+        **fields,
+        "on_stall": on_stall,
+        "accelerate": f"anderson({accelerate.depth})" if isinstance(accelerate, Anderson) else None,
+    }

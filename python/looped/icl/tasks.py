@@ -7,6 +7,7 @@ of a seed is the same whatever the batch size.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class Task:
     def __post_init__(self) -> None:
         if self.n_dims < 1:
             raise ValueError(f"{type(self).__name__}: n_dims={self.n_dims} must be at least 1")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields beside n_dims, such as a sparsity."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "n_dims"}
 
     @property
     def n_parameters(self) -> int:

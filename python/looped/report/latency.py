@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+
+from looped.report.titles import task_title
 
 COLORS = {"cpu": "#0b5cad", "eager": "#d1495b"}
 MARKERS = "os^Dvx+*"
@@ -19,7 +21,7 @@ def latency_table(latency: Mapping[str, Any], width: int | None = None) -> Table
     width: of the terminal. Where the table does not fit, it goes without the columns of `LEAST_NEEDED`.
     """
     rows, all_threads = latency["rows"], sorted({row["threads"] for row in latency["rows"]})
-    title = f"{latency['model']}, {_tokens(latency)}, {_rounds(latency)}"
+    title = f"{_about(latency)}, {_rounds(latency)}"
     peaks = latency["fma_peak_gflops"]
     if len(all_threads) == 1:
         title += f", {_threads(all_threads[0])}" + "".join(f"; FMA peak {peak:.0f} GFLOP/s" for peak in peaks.values())
@@ -43,7 +45,7 @@ def latency_table(latency: Mapping[str, Any], width: int | None = None) -> Table
         if width is None or sum(max(map(len, [head, *cells])) + 3 for head, cells in columns.items()) + 1 <= width:
             break
         del columns[name]
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=_of_prompts(rows), caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in ("backend", "exit") else "right", no_wrap=True)
     for row_cells in zip(*columns.values(), strict=True):
@@ -59,9 +61,20 @@ def _threads(n: int) -> str:
     return f"{n} thread{'s' * (n != 1)}"
 
 
-def _tokens(latency: Mapping[str, Any]) -> str:
-    n = latency["n_tokens"]
-    return f"{n} token{'s' * (n != 1)}"
+def _about(latency: Mapping[str, Any]) -> str:
+    """The model, what it is scored on, and the length of prompts."""
+    n, task = latency["n_tokens"], latency["task"]
+    scored = f" on {task_title(task, latency['task_options'], latency['n_dims'])}" if task else ""
+    return f"{latency['model']}{scored}, {n} token{'s' * (n != 1)}"
+
+
+def _of_prompts(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the rows with an exit are means over."""
+    counts = sorted({row["n_prompts"] for row in rows if row["exit"] != "off"})
+    if not counts:
+        return None
+    least_to_most = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+    return f"with an exit, ms and loops used are means over {least_to_most} prompts"
 
 
 def _rounds(latency: Mapping[str, Any]) -> str:
@@ -130,7 +143,7 @@ def plot_latency(latency: Mapping[str, Any], path: str | os.PathLike[str]) -> No
         panels[1].set_title(f"error by latency, {latency['task'].replace('_', ' ')}; numbers are loops, at most")
     same = [_threads(settings[0][0])] if 1 not in varied else []
     same += [f"B {settings[0][1]}"] if 2 not in varied else []
-    about = ", ".join([latency["model"], _tokens(latency), *same])
+    about = ", ".join([_about(latency), *same])
     spread = "" if latency["n_rounds"] == 1 else f"medians of {_rounds(latency)}, bands from their 10 to their 90 % quantile"
     figure.suptitle(f"{about}\n{spread or _rounds(latency)}", fontsize=11)
     figure.savefig(path, dpi=110)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from looped.icl.evaluate import Evaluation, Score
+from looped.report.titles import task_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,8 @@ def plot_evaluation(evaluation: Evaluation, path: str | os.PathLike[str]) -> Non
     _error_by_loops(panels[0, 1], evaluation, looped, colors)
     _loops_used(panels[1, 0], looped, colors)
     _change_by_loops(panels[1, 1], looped, colors)
-    figure.suptitle(f"{evaluation.task.replace('_', ' ')}, {evaluation.n_dims} dimensions, {evaluation.n_prompts:,} prompts")
+    task = task_title(evaluation.task, evaluation.task_options, evaluation.n_dims)
+    figure.suptitle(f"{task.replace('_', ' ')}, {evaluation.n_prompts:,} prompts")
     figure.savefig(path, dpi=110)
 
 

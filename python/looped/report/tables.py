@@ -7,13 +7,15 @@ from typing import Any
 from rich.table import Table
 
 from looped.icl.evaluate import Evaluation
+from looped.report.titles import task_title
 
 
 def evaluation_tables(evaluation: Evaluation) -> list[Table]:
     """The error of every predictor at a few numbers of examples, and what the looped models' loops did."""
     n, d = evaluation.n_points, evaluation.n_dims
     places = sorted({i for i in (d // 2, d, 2 * d, n - 1) if i < n})
-    errors = Table(title="squared error / variance of y, by examples in the prompt", title_justify="left")
+    task = task_title(evaluation.task, evaluation.task_options, d)
+    errors = Table(title=f"{task}: squared error / variance of y, by examples in the prompt", title_justify="left")
     errors.add_column("predictor", no_wrap=True)
     for place in places:
         errors.add_column(str(place), justify="right", no_wrap=True)
