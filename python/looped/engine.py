@@ -60,7 +60,8 @@ def solve(
             integer or 0-d integer tensor; 4.0 is a TypeError.
         exit: an exit rule of `looped.exits`, its name, a mapping ``{"rule": name, field: value, ...}``, or None for all loops.
         on_stall: when a state goes on changing without coming closer to rest: ``"ignore"``, ``"exit"``, or ``"damp"``
-            (Y + 0.5 (F - Y) from then on; a second stall exits). docs/exits.md has the whole rule.
+            (Y + 0.5 (F - Y) from then on; a second stall exits). A rule that never stalls, as exit=None, goes with the first
+            two alone. docs/exits.md has the whole rule.
         accelerate: ``"anderson"`` or `Anderson(depth)`; None for plain iteration.
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
