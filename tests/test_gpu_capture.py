@@ -195,17 +195,18 @@ def test_what_auto_takes_on_a_gpu_and_why(launches):
         looped.solve(model(), x, allow_batch_dependent=True, backend="triton")
 
 
-def test_a_toolchain_too_old_for_a_chip_is_named(launches, monkeypatch):
+@pytest.mark.parametrize(("target", "older", "needed"), [("sm_100", (3, 8), "3.9"), ("sm_90", (3, 5), "3.6")])
+def test_a_toolchain_too_old_for_a_chip_is_named(launches, monkeypatch, target, older, needed):
     from loopkernels import table
 
-    monkeypatch.setattr(launch, "target_of", lambda device: "sm_100")
+    monkeypatch.setattr(launch, "target_of", lambda device: target)
     model = on_gpu(looped.icl_config(n_points=64))
     x = torch.empty(1, 41, 20, device="meta")
     assert chosen(model, x)[0] == "triton"
-    monkeypatch.setattr(table, "VERSION", (3, 6))
+    monkeypatch.setattr(table, "VERSION", older)
     name, reason = chosen(model, x)
     assert name == "graph"
-    assert reason.endswith("does not compile the kernels for sm_100; 3.9 does")
+    assert f"the Triton kernels for {target} need Triton {needed} or newer" in reason
 
 
 @pytest.mark.parametrize(("hip", "is_fast"), [(None, True), ("6.4", False)])

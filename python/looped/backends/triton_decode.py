@@ -52,6 +52,9 @@ def why_not(model: LoopedTransformer) -> str | None:
     if config.state_init not in launches.STATES:
         return f"decoding begins from {', '.join(launches.STATES)} and the model's state_init is {config.state_init}"
     target = kernels().target_of(parameter.device)
+    too_old: str | None = kernels().why_not_compiled(target)
+    if too_old:
+        return too_old
     if launches.choose(_block_of(model), config.n_core, precision, target) is None:
         widths = [launch.width for launch in launches.LAUNCHES if target in launch.targets and launch.precision == precision]
         if not widths:
