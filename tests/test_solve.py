@@ -135,6 +135,19 @@ def test_anderson_survives_residuals_whose_squares_underflow(depth):
     assert result.y.abs().max() < 1e-60
 
 
+def test_wrappers_of_pytorch_are_looked_through():
+    model, x = icl_model(), prompts(3)
+    want = looped.solve(model, x, n_loops=4)
+    for wrapped in (torch.compile(model, backend="eager"), torch.nn.DataParallel(torch.nn.DataParallel(model))):
+        assert torch.equal(looped.solve(wrapped, x, n_loops=4).y, want.y)
+        assert torch.equal(next(looped.solve_iter(wrapped, list(x), n_loops=4)).y, want.y[0])
+        looped.repack(wrapped)
+    other = torch.nn.Sequential(model)
+    for call in (looped.solve, looped.solve_iter, lambda model, _: looped.repack(model)):
+        with pytest.raises(TypeError, match="LoopedTransformer, got Sequential; pass model.transformer of a LoopedGPT2"):
+            call(other, x)
+
+
 def test_damping_needs_a_rule_that_can_stall():
     model, x = scalar_map(-1.0), torch.full((1, 1, 1), 3.0, dtype=torch.float64)
     for rule, name in ((None, "Fixed"), ("exact", "Exact"), (Contraction(tol=0), "Contraction with tol=0")):

@@ -19,7 +19,7 @@ from looped.accelerate import Anderson
 from looped.backends import cpu, device, eager, graph, triton, triton_decode
 from looped.exits import Exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
-from looped.model import LoopedTransformer
+from looped.model import LoopedTransformer, unwrapped
 from looped.parts import Part, by_length, run_parts
 from looped.progress import OnProgress, reporter
 from looped.prompt_batch import PromptBatch, Prompts
@@ -52,6 +52,7 @@ def solve(
     """Loop each prompt to rest: `Y <- M(inject(Y, P))`.
 
     Parameters
+        model: a `LoopedTransformer`; wrappers of torch.compile, DataParallel and DistributedDataParallel are looked through.
         prompts: a padded batch (float [B, T, n_dims], int [B, T], or float [B, T, C] by the model's input kind) with
             `lengths`, or a list of prompts of any lengths. NumPy arrays are taken too. Inputs are never changed, and
             padding is never read.
@@ -85,6 +86,7 @@ def solve(
     Raises ValueError or TypeError, naming the prompt, for what does not fit the model. A prompt that holds NaN or infinity ends
     as Status.NONFINITE and leaves its neighbours alone.
     """
+    model = unwrapped(model, "solve")
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     if on_interrupt not in ON_INTERRUPT:
         raise ValueError(f"solve: on_interrupt={on_interrupt!r} is not one of {', '.join(ON_INTERRUPT)}")
@@ -101,6 +103,7 @@ def repack(model: LoopedTransformer) -> None:
 
     Needed after edits through `.data` only: other edits are seen, and on a CPU these are seen, too.
     """
+    model = unwrapped(model, "repack")
     conversion.forget(model)
     triton.forget(model)
     graph.forget(model)
@@ -135,6 +138,7 @@ def solve_iter(
         most = 0
     if most < 1:
         raise ValueError(f"solve_iter: batch_size={batch_size!r} must be an integer of at least 1")
+    model = unwrapped(model, "solve_iter")
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     model = conversion.in_dtype(model, dtype)
     reports = reporter(progress, len(prompts) if isinstance(prompts, Sized) else None)
