@@ -79,7 +79,8 @@ def solve(
             `progress(n_finished, n_prompts)`, called now and then and at the end. What it raises ends the call and comes out.
         on_interrupt: what Ctrl-C does: ``"raise"`` a `looped.Interrupted`, a KeyboardInterrupt with the `result` so far, or
             ``"return"`` that result. `result.finished` says which prompts have ended; `result.state` goes on with the others
-            to the bits of a call that was never stopped. The C++ engine stops within 0.1 s, eager PyTorch after an operation.
+            to the bits of a call that was never stopped (`graph`: to rounding). The C++ engine stops within 0.1 s, eager
+            PyTorch after an operation, `graph` after up to 8 loops, `triton` after a launch.
 
     Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.
 

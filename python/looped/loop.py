@@ -47,7 +47,7 @@ class LoopSpec:
         if self.on_stall == "damp" and (self.rule.is_fixed or not self.rule.can_stall):
             name = type(self.rule).__name__ + (" with tol=0" if getattr(self.rule, "tol", None) == 0 else "")
             raise ValueError(
-                f'solve: on_stall="damp" does nothing under the exit rule {name}, which never stalls; give another rule, such as '
+                f'solve: on_stall="damp" does nothing under the exit rule {name}, which never stalls; give another, such as '
                 'exit="contraction", or drop on_stall'
             )
         if isinstance(self.rule, Exact) and self.accelerate is not None:

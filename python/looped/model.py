@@ -270,10 +270,10 @@ class LoopedTransformer(nn.Module):
     ) -> Tensor:
         """Run all loops and read the predictions.
 
-        Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of the
-        device: the bits of `looped.solve`, compiled or not. Else they are the plain PyTorch of this file; so they are under
-        autocast, where a module has hooks or was changed, for a subclass, and in an exported graph, which should run where
-        looped is not.
+        Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of
+        the device: the bits of `looped.solve`, compiled or not, where all numbers stay finite. Else they are the plain
+        PyTorch of this file; so they are under autocast, where a module has hooks or was changed, for a subclass, and in an
+        exported graph, which should run where looped is not.
 
         Parameters
             prompts: as in `embed`. lengths: int64 [B], tokens per prompt; None means that all T are.
@@ -291,7 +291,7 @@ class LoopedTransformer(nn.Module):
         if backend not in ("auto", "eager", "fused"):
             raise ValueError(
                 f"LoopedTransformer: backend={backend!r} is not one of auto, eager, fused, which a forward pass takes; "
-                "auto, cpu and eager are those of looped.solve"
+                "auto, cpu, eager, graph and triton are those of looped.solve"
             )
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
         n_loop_start = loop_count(n_loop_start, "n_loop_start")
