@@ -761,7 +761,7 @@ def test_a_saved_model_cannot_be_loaded(tmp_path):
         looped.save_model(wrapped, tmp_path / "wrapped")
         loaded = looped.load_model(tmp_path / "wrapped")
         assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-    with pytest.raises(TypeError, match="save_model: model must be a looped.LoopedTransformer, got Linear"):
+    with pytest.raises(TypeError, match=r"save_model: model must be .*, got Linear"):
         looped.save_model(torch.nn.Linear(1, 1), tmp_path / "linear")
     torch.nn.utils.parametrizations.weight_norm(model.core[0].mlp.fc)
     with pytest.raises(ValueError, match=r"core\.0\.mlp\.fc"):

@@ -507,7 +507,7 @@ def test_a_gradient_is_refused(rows):
     model, ids = language_model().train(), torch.tensor([[9, 8, 7]])
     states = model.transformer.embedding(ids)
     for inputs in (dict(input_ids=ids), dict(inputs_embeds=states)):
-        with torch.enable_grad(), pytest.raises(ValueError, match="records no gradient; decode under torch.no_grad"):
+        with torch.enable_grad(), pytest.raises(ValueError, match=r"records no gradient; decode under torch.no_grad"):
             model(**inputs, labels=ids, backend="triton")
     with torch.enable_grad():
         model.requires_grad_(False)(input_ids=ids, backend="triton")
