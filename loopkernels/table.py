@@ -121,17 +121,17 @@ def why_not_offered(width: int, precision: str, target: str) -> str | None:
     return None
 
 
-# The oldest Triton that is known to compile the kernels for a target, where not all do: 3.6 fails on Blackwell in a pass of
-# its own.
-OLDEST_TRITON = {"sm_100": (3, 9)}
+# The oldest Triton that is known to compile the kernels, and for a target where that one does not: it fails on Blackwell in a
+# pass of its own.
+OLDEST_TRITON, OLDEST_TRITON_FOR = (3, 6), {"sm_100": (3, 9)}
 
 
 def why_not_compiled(target: str) -> str | None:
-    """Why this version of Triton does not compile the kernels for a target; None where it does."""
-    oldest = OLDEST_TRITON.get(target, (0, 0))
+    """Why this version of Triton is not used for a target: older ones fail, or were never tried. None where it is."""
+    oldest = OLDEST_TRITON_FOR.get(target, OLDEST_TRITON)
     if oldest <= VERSION:
         return None
-    return f"Triton {triton.__version__} does not compile the kernels for {target}; {'.'.join(map(str, oldest))} does"
+    return f"the Triton kernels for {target} need Triton {'.'.join(map(str, oldest))} or newer and this is {triton.__version__}"
 
 
 def target_of(device: torch.device) -> str:

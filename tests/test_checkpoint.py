@@ -757,9 +757,12 @@ def test_reading_a_checkpoint_imports_transformers() -> None:
 def test_a_saved_model_cannot_be_loaded(tmp_path):
     """What save_model accepts, load_model reads: wrappers are left out, foreign parameters refused."""
     model = looped.LoopedTransformer(looped.icl_config(n_dims=2, n_points=3, d_model=8, n_heads=2))
-    looped.save_model(torch.compile(model, backend="eager"), tmp_path / "compiled")
-    loaded = looped.load_model(tmp_path / "compiled")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    for wrapped in (torch.compile(model, backend="eager"), torch.nn.DataParallel(model)):
+        looped.save_model(wrapped, tmp_path / "wrapped")
+        loaded = looped.load_model(tmp_path / "wrapped")
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    with pytest.raises(TypeError, match=r"save_model: model must be .*, got Linear"):
+        looped.save_model(torch.nn.Linear(1, 1), tmp_path / "linear")
     torch.nn.utils.parametrizations.weight_norm(model.core[0].mlp.fc)
     with pytest.raises(ValueError, match=r"core\.0\.mlp\.fc"):
         looped.save_model(model, tmp_path / "normed")

@@ -94,6 +94,8 @@ RULES = [None, Contraction(tol=1e-2, check_every=2), Readout(tol=1e-2)]
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("changes", [dict(), dict(return_predictions=True), dict(on_stall="damp")], ids=str)
 def test_a_call_of_the_fused_kernels_says_no_word_to_the_host(launches, monkeypatch, rule, changes):
+    if rule is None and "on_stall" in changes:
+        pytest.skip("without a rule nothing stalls")
     model, parts = packed_on_gpu(**MODEL)
     monkeypatch.setattr(triton, "packed", lambda config, weights: parts)
     x = torch.empty(600, 41, 3, device="meta")
@@ -112,6 +114,8 @@ def test_a_call_of_the_fused_kernels_says_no_word_to_the_host(launches, monkeypa
 @pytest.mark.parametrize("on_stall", ["ignore", "damp"])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_loops_of_a_graph_say_no_word_to_the_host(launches, rule, changes, on_stall, ragged):
+    if rule is None and on_stall == "damp":
+        pytest.skip("without a rule nothing stalls")
     model, _ = packed_on_gpu(**MODEL, **changes)
     x = torch.empty(5, 9, 3, device="meta")
     lengths = torch.empty(5, dtype=torch.int64, device="meta") if ragged else None
@@ -191,17 +195,18 @@ def test_what_auto_takes_on_a_gpu_and_why(launches):
         looped.solve(model(), x, allow_batch_dependent=True, backend="triton")
 
 
-def test_a_toolchain_too_old_for_a_chip_is_named(launches, monkeypatch):
+@pytest.mark.parametrize(("target", "older", "needed"), [("sm_100", (3, 8), "3.9"), ("sm_90", (3, 5), "3.6")])
+def test_a_toolchain_too_old_for_a_chip_is_named(launches, monkeypatch, target, older, needed):
     from loopkernels import table
 
-    monkeypatch.setattr(launch, "target_of", lambda device: "sm_100")
+    monkeypatch.setattr(launch, "target_of", lambda device: target)
     model = on_gpu(looped.icl_config(n_points=64))
     x = torch.empty(1, 41, 20, device="meta")
     assert chosen(model, x)[0] == "triton"
-    monkeypatch.setattr(table, "VERSION", (3, 6))
+    monkeypatch.setattr(table, "VERSION", older)
     name, reason = chosen(model, x)
     assert name == "graph"
-    assert reason.endswith("does not compile the kernels for sm_100; 3.9 does")
+    assert f"the Triton kernels for {target} need Triton {needed} or newer" in reason
 
 
 @pytest.mark.parametrize(("hip", "is_fast"), [(None, True), ("6.4", False)])

@@ -235,7 +235,7 @@ def test_with_gradients_a_forward_pass_is_plain_pytorch():
         assert torch.equal(plain.detach(), model(x, lengths=LENGTHS, backend="eager"))
     assert not torch.equal(fused, plain)  # rounding tells which one ran
     torch.testing.assert_close(fused, plain.detach())
-    with pytest.raises(ValueError, match=r"backend='cpu' is not one of auto, eager, fused, .* those of looped\.solve"):
+    with pytest.raises(ValueError, match=r"'cpu' is not one of auto, eager, fused, .* cpu, eager, graph and triton are"):
         model(x, backend="cpu")
 
 

@@ -429,6 +429,7 @@ def test_programs_that_do_not_fit_are_refused():
                 ValueError, match=r"need full float32, and PyTorch is set to round factors .* call torch.set_float32"
             ):
                 run_programs(machine_for([program], dtype=F32), [program], backend="eager")
+            assert "full float32" in machine_for([program], dtype=F32).why_not_backend("graph")
             assert machine_for([program]).why_not_backend("eager") is None
             assert machine_for([program], dtype=F32).why_not_backend("cpu") is None
         finally:

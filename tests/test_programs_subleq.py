@@ -21,6 +21,7 @@ from looped.programs.run import Outcome, run_programs
 from looped.programs.subleq import SubleqMachine
 from looped.programs.subleq_plain import run_subleq, subleq_states
 from looped.programs.subleq_text import assemble_subleq
+from looped.programs.tracing import trace
 from looped.programs.verification import verify
 
 BACKENDS = ["eager", pytest.param("cpu", marks=pytest.mark.skipif(not cpu.is_there(), reason="no C++ engine here"))]
@@ -235,6 +236,20 @@ def test_whole_numbers_survive_bfloat16(n_bits, n_layers):
     result = verify(machine, program, max_loops=60, backend="eager")
     assert result.is_equal, str(result.difference)
     assert result.halted
+
+
+def test_float16_is_refused_before_anything_runs():
+    program = read_program(EXAMPLES / "divide.subleq")
+    machine = machine_for([program], dtype=torch.float16)
+    for call in (lambda: run_programs(machine, [program]), lambda: next(trace(machine, program))):
+        with pytest.raises(ValueError, match="float16; build the machine with dtype float64, float32, bfloat16"):
+            call()
+
+
+def test_a_trace_goes_on_to_the_halt():
+    program = read_program(EXAMPLES / "divide.subleq")
+    machine = machine_for([program])
+    assert len(list(trace(machine, program))) == run_programs(machine, [program])[0].steps
 
 
 def test_a_machine_of_five_layers_is_the_same_computer():

@@ -34,6 +34,17 @@ def test_the_auto_classes_know_the_model(folder, order):
     assert run(code).split() == ["LoopedGPT2"]
 
 
+def test_packages_load_on_first_use():
+    code = """
+import sys, looped
+names = "experiments icl lm programs train".split()
+print([name for name in names if name not in dir(looped)])
+print([name for name in names if getattr(looped, name) is not sys.modules["looped." + name]])
+print(looped.programs.run_programs.__name__, looped.train.train.__name__)
+"""
+    assert run(code).split() == ["[]", "[]", "run_programs", "train"]
+
+
 def test_transformers_loads_as_ever():
     code = """
 import sys, looped

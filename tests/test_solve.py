@@ -135,6 +135,27 @@ def test_anderson_survives_residuals_whose_squares_underflow(depth):
     assert result.y.abs().max() < 1e-60
 
 
+def test_wrappers_of_pytorch_are_looked_through():
+    model, x = icl_model(), prompts(3)
+    want = looped.solve(model, x, n_loops=4)
+    for wrapped in (torch.compile(model, backend="eager"), torch.nn.DataParallel(torch.nn.DataParallel(model))):
+        assert torch.equal(looped.solve(wrapped, x, n_loops=4).y, want.y)
+        torch.testing.assert_close(next(looped.solve_iter(wrapped, list(x), n_loops=4)).y, want.y[0])
+        looped.repack(wrapped)
+    other = torch.nn.Sequential(model)
+    for call in (looped.solve, looped.solve_iter, lambda model, _: looped.repack(model)):
+        with pytest.raises(TypeError, match=r"got Sequential; pass model[.]transformer of a LoopedGPT2"):
+            call(other, x)
+
+
+def test_damping_needs_a_rule_that_can_stall():
+    model, x = scalar_map(-1.0), torch.full((1, 1, 1), 3.0, dtype=torch.float64)
+    for rule, name in ((None, "Fixed"), ("exact", "Exact"), (Contraction(tol=0), "Contraction with tol=0")):
+        with pytest.raises(ValueError, match=f'on_stall="damp" does nothing under the exit rule {name}, which never stalls'):
+            looped.solve(model, x, exit=rule, on_stall="damp")
+        looped.solve(model, x, exit=rule, on_stall="exit")
+
+
 def test_damping_brings_a_cycle_to_rest():
     model = scalar_map(-1.0)  # Y <- -(Y + P): a cycle of two, with the fixed point -P / 2
     x = torch.full((1, 1, 1), 3.0, dtype=torch.float64)
@@ -363,7 +384,8 @@ def test_a_saved_state_goes_on(tmp_path, rule, accelerate):
     if rule == "exact" and accelerate:
         pytest.skip("exact is never accelerated")
     model, x = icl_model(), prompts(3)
-    options = dict(exit=make_exit(rule, min_loops=9), accelerate=accelerate, on_stall="ignore" if rule == "exact" else "damp")
+    stalls = rule not in ("fixed", "exact")
+    options = dict(exit=make_exit(rule, min_loops=9), accelerate=accelerate, on_stall="damp" if stalls else "ignore")
     torch.save(looped.solve(model, x, n_loops=9, **options).state, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     ours, whole = looped.solve(model, x, n_loops=20, state=state, **options), looped.solve(model, x, n_loops=20, **options)

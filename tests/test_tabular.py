@@ -11,8 +11,10 @@ from http.client import IncompleteRead
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import looped
+from looped.cli import main
 from looped.experiments import Lab, run_experiment
 from looped.experiments import tabular as experiment
 from looped.experiments.measure import Measured, single
@@ -441,3 +443,12 @@ def _easy():
         X[:, 0] = (2 * y - 1) * (3 + 0.1 * X[:, 0])
         tables.append(Table(name, X, y))
     return tuple(tables)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"), [("tabular", "looped experiment tabular --models NAME="), ("decision_tree", "looped eval ")]
+)
+def test_training_says_how_its_model_is_scored(tmp_path, monkeypatch, task, said):
+    monkeypatch.setattr("looped.train.train", lambda *args, **options: None)
+    result = CliRunner().invoke(main, ["train", "--preset", "tiny", "--task", task, "--out", str(tmp_path / "run")])
+    assert f"score it with: {said}{tmp_path / 'run' / 'model'}" in result.output

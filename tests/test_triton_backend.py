@@ -8,7 +8,7 @@ import torch
 from models import icl_model
 
 import looped
-from looped.backends import device
+from looped.backends import device, triton_decode
 from looped.backends import triton as backend
 from looped.weights import weights_of
 
@@ -38,8 +38,21 @@ def test_the_state_of_the_backend_is_reported(monkeypatch):
         ):
             monkeypatch.setattr(backend.kernels(), "target_of", lambda device, target=target: target)
             assert backend.describe() == said
+        monkeypatch.setattr(backend.kernels(), "target_of", lambda device: "sm_90")
+        monkeypatch.setattr("loopkernels.table.VERSION", (3, 5))
+        assert "need Triton 3.6 or newer" in backend.describe()
     monkeypatch.setattr(backend, "kernels", lambda: "Triton is not in this installation")
     assert backend.describe() == "Triton is not in this installation"
+
+
+@pytest.mark.skipif(not device.is_there(), reason="Triton is not installed")
+def test_decoding_names_a_triton_that_is_too_old(monkeypatch):
+    fields = dict(input_kind="tokens", vocab_size=61, readout="vocabulary", d_model=16, n_heads=2, n_positions=64)
+    model = looped.LoopedTransformer(looped.LoopedConfig(**fields))
+    monkeypatch.setattr(triton_decode, "is_interpreted", lambda: True)
+    assert triton_decode.why_not(model) is None
+    monkeypatch.setattr("loopkernels.table.VERSION", (3, 5))
+    assert "for sm_90 need Triton 3.6 or newer" in triton_decode.why_not(model)
 
 
 @pytest.mark.skipif(not device.is_there(), reason="Triton is not installed")

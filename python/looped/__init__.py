@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names that need transformers, which takes seconds to import, load on first use.
+# Names that need transformers, which takes seconds to import, and packages that `solve` does not need load on first use.
 LAZY = {"LoopedGPT2": "looped.lm", "LoopedGPT2Config": "looped.lm"}
+LAZY_PACKAGES = ("experiments", "icl", "lm", "programs", "train")
 register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
     if name in LAZY:
         return getattr(import_module(LAZY[name]), name)
-    if name == "lm":
-        return import_module("looped.lm")
+    if name in LAZY_PACKAGES:
+        return import_module(f"looped.{name}")
     raise AttributeError(f"module 'looped' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LAZY, "lm"})
+    return sorted({*globals(), *LAZY, *LAZY_PACKAGES})
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from looped.config import LoopedConfig
 from looped.layouts import assemble, check_keys, from_state_dict, listed
-from looped.model import LoopedTransformer
+from looped.model import LoopedTransformer, unwrapped
 
 FORMAT = "looped-1"
 CONFIG_FILE = "config.json"
@@ -32,11 +32,11 @@ PICKLED_WEIGHTS_FILE = "pytorch_model.bin"
 def save_model(model: LoopedTransformer, folder: str | os.PathLike[str]) -> None:
     """Write `model.safetensors` and `config.json` into a folder, which is made if missing.
 
-    Dtypes are kept; the wrappers of torch.compile and DistributedDataParallel are left out. Raises OSError where the disk is
-    full or read-only; a model saved there before is then left whole. Raises ValueError for a model whose parameters are not
-    those of its configuration.
+    Dtypes are kept; the wrappers of torch.compile, DataParallel and DistributedDataParallel are left out. Raises OSError where
+    the disk is full or read-only; a model saved there before is then left whole. Raises ValueError for a model whose parameters
+    are not those of its configuration, TypeError for what is no `LoopedTransformer`.
     """
-    folder = Path(folder)
+    folder, model = Path(folder), unwrapped(model, "save_model")
     state = {re.sub(r"(_orig_mod|module)\.", "", name): tensor for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         check_keys("save_model: the model", LoopedTransformer(model.config).state_dict(), state)

@@ -45,10 +45,12 @@ ELSEWHERE |= {"block_size": "n_positions", "intermediate_size": "d_ff", "n_inner
 
 @dataclass(frozen=True, kw_only=True)
 class LoopedConfig:
-    """Architecture of a `LoopedTransformer`. Frozen; an unknown key is an error that names the nearest, or all.
+    """Architecture of a `LoopedTransformer`. Frozen; an unknown key is Python's TypeError here, and in `from_dict`,
+    `icl_config` and `gpt2_config` a ValueError that names the nearest, or all.
 
-    The defaults are the looped in-context learner of Yang et al. (2024), "Looped Transformers are Better at
-    Learning Learning Algorithms": one GPT-2 block, prompt added before every loop, positions and final norm in every loop.
+    With n_dims and n_positions, which have no default, and read_stride=2, it is the looped in-context learner of Yang et al.
+    (2024), "Looped Transformers are Better at Learning Learning Algorithms": one GPT-2 block, prompt added before every loop,
+    positions and final norm in every loop.
 
     Input and read-out
         input_kind: ``"features"`` prompts are float [B, T, n_dims]; ``"tokens"`` int64 [B, T] below vocab_size;

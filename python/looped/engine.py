@@ -19,7 +19,7 @@ from looped.accelerate import Anderson
 from looped.backends import cpu, device, eager, graph, triton, triton_decode
 from looped.exits import Exit
 from looped.loop import Interrupted, LoopResult, LoopSpec, LoopState, PromptResult
-from looped.model import LoopedTransformer
+from looped.model import LoopedTransformer, unwrapped
 from looped.parts import Part, by_length, run_parts
 from looped.progress import OnProgress, reporter
 from looped.prompt_batch import PromptBatch, Prompts
@@ -52,6 +52,7 @@ def solve(
     """Loop each prompt to rest: `Y <- M(inject(Y, P))`.
 
     Parameters
+        model: a `LoopedTransformer`; wrappers of torch.compile, DataParallel and DistributedDataParallel are looked through.
         prompts: a padded batch (float [B, T, n_dims], int [B, T], or float [B, T, C] by the model's input kind) with
             `lengths`, or a list of prompts of any lengths. NumPy arrays are taken too. Inputs are never changed, and
             padding is never read.
@@ -60,7 +61,8 @@ def solve(
             integer or 0-d integer tensor; 4.0 is a TypeError.
         exit: an exit rule of `looped.exits`, its name, a mapping ``{"rule": name, field: value, ...}``, or None for all loops.
         on_stall: when a state goes on changing without coming closer to rest: ``"ignore"``, ``"exit"``, or ``"damp"``
-            (Y + 0.5 (F - Y) from then on; a second stall exits). docs/exits.md has the whole rule.
+            (Y + 0.5 (F - Y) from then on; a second stall exits). A rule that never stalls, as exit=None, goes with the first
+            two alone. docs/exits.md has the whole rule.
         accelerate: ``"anderson"`` or `Anderson(depth)`; None for plain iteration.
         state: a `LoopState` of an earlier result, to go on from; or Y_0, [B, T, C] or a list of [T_i, C], for a model whose
             `state_init` is "given".
@@ -77,13 +79,15 @@ def solve(
             `progress(n_finished, n_prompts)`, called now and then and at the end. What it raises ends the call and comes out.
         on_interrupt: what Ctrl-C does: ``"raise"`` a `looped.Interrupted`, a KeyboardInterrupt with the `result` so far, or
             ``"return"`` that result. `result.finished` says which prompts have ended; `result.state` goes on with the others
-            to the bits of a call that was never stopped. The C++ engine stops within 0.1 s, eager PyTorch after an operation.
+            to the bits of a call that was never stopped (`graph`: to rounding). The C++ engine stops within 0.1 s, eager
+            PyTorch after an operation, `graph` after up to 8 loops, `triton` after a launch.
 
     Returns a `LoopResult` in the form of the input: padded batch or lists. No gradients are recorded.
 
     Raises ValueError or TypeError, naming the prompt, for what does not fit the model. A prompt that holds NaN or infinity ends
     as Status.NONFINITE and leaves its neighbours alone.
     """
+    model = unwrapped(model, "solve")
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     if on_interrupt not in ON_INTERRUPT:
         raise ValueError(f"solve: on_interrupt={on_interrupt!r} is not one of {', '.join(ON_INTERRUPT)}")
@@ -100,6 +104,7 @@ def repack(model: LoopedTransformer) -> None:
 
     Needed after edits through `.data` only: other edits are seen, and on a CPU these are seen, too.
     """
+    model = unwrapped(model, "repack")
     conversion.forget(model)
     triton.forget(model)
     graph.forget(model)
@@ -134,6 +139,7 @@ def solve_iter(
         most = 0
     if most < 1:
         raise ValueError(f"solve_iter: batch_size={batch_size!r} must be an integer of at least 1")
+    model = unwrapped(model, "solve_iter")
     spec = _spec(model, n_loops, exit, on_stall, accelerate, return_predictions, backend, allow_batch_dependent)
     model = conversion.in_dtype(model, dtype)
     reports = reporter(progress, len(prompts) if isinstance(prompts, Sized) else None)

@@ -41,6 +41,9 @@ class Step(NamedTuple):
     state, image: Y and F = M(Y), [n, T, C]. predict: reads the predictions of F, [n, N] or [n, N, classes], when called.
     phi: the rounding level of the arithmetic. read_stride: tokens between two predictions.
     gate: the logits of the model's exit gate on F, one per unit, where it has one (language models).
+
+    In language models the n units are tokens of any rows: g is [n], state and image [n, C], predict() [n, 1, V], and
+    `is_per_token` is False.
     """
 
     t: Tensor

@@ -11,8 +11,9 @@ al., 2023); the loop, with P added before every pass, is Yang et al. (2024).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -269,10 +270,10 @@ class LoopedTransformer(nn.Module):
     ) -> Tensor:
         """Run all loops and read the predictions.
 
-        Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of the
-        device: the bits of `looped.solve`, compiled or not. Else they are the plain PyTorch of this file; so they are under
-        autocast, where a module has hooks or was changed, for a subclass, and in an exported graph, which should run where
-        looped is not.
+        Where no gradient is recorded (`torch.no_grad`), the loops are one operator, looped::loop, on the fused kernels of
+        the device: the bits of `looped.solve`, compiled or not, where all numbers stay finite. Else they are the plain
+        PyTorch of this file; so they are under autocast, where a module has hooks or was changed, for a subclass, and in an
+        exported graph, which should run where looped is not.
 
         Parameters
             prompts: as in `embed`. lengths: int64 [B], tokens per prompt; None means that all T are.
@@ -290,7 +291,7 @@ class LoopedTransformer(nn.Module):
         if backend not in ("auto", "eager", "fused"):
             raise ValueError(
                 f"LoopedTransformer: backend={backend!r} is not one of auto, eager, fused, which a forward pass takes; "
-                "auto, cpu and eager are those of looped.solve"
+                "auto, cpu, eager, graph and triton are those of looped.solve"
             )
         total = loop_count(self.config.n_loops if n_loops is None else n_loops)
         n_loop_start = loop_count(n_loop_start, "n_loop_start")
@@ -398,6 +399,23 @@ class LoopedTransformer(nn.Module):
                 f"LoopedTransformer: a prompt has {shape[1]} tokens but the model has {config.n_positions} positions; "
                 "shorten it or use a model with more positions"
             )
+
+
+def unwrapped(model: nn.Module, who: str) -> LoopedTransformer:
+    """The model in the wrappers of torch.compile, DataParallel and DistributedDataParallel, which compute what it computes.
+
+    Raises TypeError, which begins with `who`, for what is no `LoopedTransformer`.
+    """
+    inner: Any = model
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())  # slow to import
+    while isinstance(inner, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        inner = inner._orig_mod if isinstance(inner, compiled) else inner.module
+    if not isinstance(inner, LoopedTransformer):
+        raise TypeError(
+            f"{who}: model must be a looped.LoopedTransformer, got {type(inner).__name__}; pass model.transformer of a "
+            "LoopedGPT2, and of any other wrapper the model inside"
+        )
+    return inner
 
 
 # Methods that an attribute of a module would hide. The model's own `forward` is left out: no other implementation runs it.

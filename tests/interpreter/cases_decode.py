@@ -25,6 +25,12 @@ class Policy:
 PER_LOOP = Policy()
 
 
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture
 def rows(monkeypatch):
     """`rows()` launches fp32 tiles that read 8 keys at a time, and blocks of 32 rows for more than 16 new tokens."""
@@ -487,16 +493,33 @@ def test_held_weights_give_the_same_bits_as_streamed_ones(rows, n_core):
     assert torch.equal(found[0].n_loops, found[1].n_loops)
 
 
-def test_generate_gives_the_eager_tokens(rows, monkeypatch):
-    """Greedy and beams through transformers, with left padding, exits and shared slots."""
+def language_model():
     lm = pytest.importorskip("looped.lm")
-    session = pytest.importorskip("looped.lm.session")
-    monkeypatch.setitem(session.SESSIONS, "triton", TritonSession)
     config = lm.LoopedGPT2Config(
         vocab_size=61, n_positions=32, d_model=32, n_heads=4, n_core=1, n_loops=4, inject="add", state_init="zeros",
         loop_norm="each", pos_when="each_loop",
     )  # fmt: skip
-    model = random_weights(lm.LoopedGPT2(config), 0.15, 0, torch.float32).eval()
+    return random_weights(lm.LoopedGPT2(config), 0.15, 0, torch.float32)
+
+
+def test_a_gradient_is_refused(rows):
+    """The head is PyTorch's own and would be trained alone."""
+    model, ids = language_model().train(), torch.tensor([[9, 8, 7]])
+    states = model.transformer.embedding(ids)
+    for inputs in (dict(input_ids=ids), dict(inputs_embeds=states)):
+        with torch.enable_grad(), pytest.raises(ValueError, match=r"records no gradient; decode under torch.no_grad"):
+            model(**inputs, labels=ids, backend="triton")
+    with torch.enable_grad():
+        model.requires_grad_(False)(input_ids=ids, backend="triton")
+        with pytest.raises(ValueError, match="records no gradient"):
+            model(inputs_embeds=states.requires_grad_(), backend="triton")
+
+
+def test_generate_gives_the_eager_tokens(rows, monkeypatch):
+    """Greedy and beams through transformers, with left padding, exits and shared slots."""
+    session = pytest.importorskip("looped.lm.session")
+    monkeypatch.setitem(session.SESSIONS, "triton", TritonSession)
+    model = language_model().eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]])
     options = dict(attention_mask=(ids > 0).long(), do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     options |= dict(output_logits=True)

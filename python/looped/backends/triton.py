@@ -123,6 +123,9 @@ def describe() -> str:
     for row in launch.LAUNCHES:
         if target in row.targets:
             widths[row.precision] = max(row.width, widths.get(row.precision, 0))
+    too_old: str | None = launch.why_not_compiled(target)
+    if widths and too_old:
+        return too_old
     if not widths:
         return f"no launch for {torch.cuda.get_device_name()} ({target})"
     return f"works ({torch.cuda.get_device_name()}, {target}); widths up to " + ", ".join(

@@ -52,6 +52,9 @@ def why_not(model: LoopedTransformer) -> str | None:
     if config.state_init not in launches.STATES:
         return f"decoding begins from {', '.join(launches.STATES)} and the model's state_init is {config.state_init}"
     target = kernels().target_of(parameter.device)
+    too_old: str | None = kernels().why_not_compiled(target)
+    if too_old:
+        return too_old
     if launches.choose(_block_of(model), config.n_core, precision, target) is None:
         widths = [launch.width for launch in launches.LAUNCHES if target in launch.targets and launch.precision == precision]
         if not widths:
@@ -169,7 +172,6 @@ class TritonSession:
         """Tokens kept of each row; empty before the first `extend`, which fixes the number of rows."""
         return list(self._lengths)
 
-    @torch.no_grad()
     def extend(
         self,
         embeds: Tensor,
@@ -188,9 +190,25 @@ class TritonSession:
         int64 [N] rows of the position table; by default each row counts on. warm_start: tokens of a row that has cached tokens
         start from the last state of the last of them, unless the row has been cropped since. return_states: see `Extension`.
 
-        Raises NotImplementedError for a rule that the kernels do not judge, ValueError for sizes that do not
-        fit, positions beyond the table, or loops after tokens that ran none; nothing is changed then.
+        Raises NotImplementedError for a rule that the kernels do not judge, ValueError for a gradient that embeds or weights
+        ask for, sizes that do not fit, positions beyond the table, or loops after tokens that ran none; nothing is changed
+        then.
         """
+        if torch.is_grad_enabled() and (embeds.requires_grad or any(p.requires_grad for p in self.model.parameters())):
+            raise ValueError('backend="triton" records no gradient; decode under torch.no_grad(), or use backend="eager"')
+        with torch.no_grad():
+            return self._extend(embeds, lengths, n_loops, rule, positions, warm_start, return_states)
+
+    def _extend(
+        self,
+        embeds: Tensor,
+        lengths: Sequence[int],
+        n_loops: int,
+        rule: ExitRule,
+        positions: Tensor | None,
+        warm_start: bool,
+        return_states: bool,
+    ) -> Extension:
         obstacle = why_not_rule(rule)
         if obstacle is not None:
             raise NotImplementedError(f'decoding with backend="triton": {obstacle}')

@@ -70,4 +70,7 @@ def train_command(
         last = json.loads(lines[-1]) if lines else {}
         click.echo(json.dumps({"model": str(out / "model")} | {name: last.get(name) for name in ("step", "seconds", "loss")}))
     else:
-        click.echo(f"looped: the model is in {out / 'model'}; score it with: looped eval {out / 'model'}", err=True)
+        measure = f"looped eval {out / 'model'}"
+        if task == "tabular":
+            measure = f"looped experiment tabular --models NAME={out / 'model'} (--list shows the names)"
+        click.echo(f"looped: the model is in {out / 'model'}; score it with: {measure}", err=True)

@@ -2,7 +2,7 @@
 
 All rules of `looped.exits` serve, with a token as the unit: contraction, relative, absolute, exact, readout, fixed. The rules
 here read the next-token distribution after every loop, which costs the coda and the head at every check, or the exit gate of
-the model. Thresholds default to those of Huginn (Geiping et al., 2025) and Ouro (Zhu et al., 2025).
+the model, as Ouro has one (Zhu et al., 2025). Thresholds default to those of Huginn (Geiping et al., 2025); the gate's is ours.
 """
 
 from __future__ import annotations

@@ -332,7 +332,11 @@ class FleqMachine:
                 "a FLEQ machine holds data as numbers, which need float64 or full float32 and many heads; the Triton kernels "
                 'multiply in bf16, tf32 or bf16x3, so use backend="cpu" or "eager"'
             )
-        if backend == "eager" and self.dtype == torch.float32 and rounds_products(next(self.model.parameters()).device.type):
+        if (
+            backend in ("eager", "graph")
+            and self.dtype == torch.float32
+            and rounds_products(next(self.model.parameters()).device.type)
+        ):
             return (
                 "a FLEQ machine holds data as numbers, which need full float32, and PyTorch is set to round factors to tf32 or "
                 'bf16; call torch.set_float32_matmul_precision("highest"), or use backend="cpu" or float64'

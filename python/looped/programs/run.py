@@ -13,7 +13,7 @@ from torch import Tensor
 
 import looped.engine as engine
 from looped.backends import cpu
-from looped.exits import Exact
+from looped.exits import PRECISION_OF, Exact
 from looped.loop import LoopState, Status
 from looped.model import LoopedTransformer
 from looped.programs.circuit import why_not_model
@@ -148,7 +148,13 @@ def run_programs(
 
 def _placed(machine: Machine, backend: str) -> tuple[str, torch.device]:
     """The backend to ask for, and where the weights are. Raises ValueError for one that does not carry its numbers."""
-    device = next(machine.model.parameters()).device
+    weight = next(machine.model.parameters())
+    device = weight.device
+    if weight.dtype not in PRECISION_OF:
+        raise ValueError(
+            f"run_programs: no backend of solve computes in {weight.dtype}; build the machine with dtype "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in PRECISION_OF)}"
+        )
     is_eager = backend == "auto" and (device.type == "cuda" or not cpu.is_there())
     reason = why_not_model(machine.model.config) or machine.why_not_backend("eager" if is_eager else backend)
     if reason is not None:

@@ -51,7 +51,8 @@ class SubleqMachine:
         n_layers: 9 as in the paper, or 5.
         lam: the sharpness of attention, the paper's lambda; at least `least_lambda(L)`. It is rounded up so that scores of
             position codes are whole numbers, and ties are ties to the bit in any order of summation.
-        dtype: of the weights: float64, float32, or bfloat16, which emulates that type.
+        dtype: of the weights: float64, float32, or bfloat16, which emulates that type; or float16, in which the model's own
+            `step` runs but `run_programs` does not.
 
     Attributes
         model: the weights. layers: the same as heads and hidden units. layout: where the features stand.

@@ -27,7 +27,9 @@ class TraceRow:
         return asdict(self)
 
 
-def trace(machine: Machine, program: Any, max_loops: int, *, backend: str = "auto", check: bool = True) -> Iterator[TraceRow]:
+def trace(
+    machine: Machine, program: Any, max_loops: int = 10_000, *, backend: str = "auto", check: bool = True
+) -> Iterator[TraceRow]:
     """The rows of a run, from loop 1 until the program halts or max_loops; the loop that confirms a halt is left out.
 
     check, and what is raised: as in `run_programs`.
