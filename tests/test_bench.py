@@ -312,7 +312,7 @@ def test_prompts_are_as_long_as_those_of_training(tmp_path):
     result = run(tmp_path, *options, "--task", "relu_2nn_regression")
     report = json.loads(result.stdout)
     assert (report["n_tokens"], report["task_options"], report["n_dims"]) == (17, {"hidden": 100}, 4)
-    assert f"looped: {tmp_path}/train.json does not say what the model was trained on (" in result.stderr
+    assert f"looped: it is not known what the model was trained on: {tmp_path}/train.json describes no run (" in result.stderr
     assert "; numbers of the family and tokens of a prompt are the defaults, where not given\n" in result.stderr
 
 

@@ -80,7 +80,8 @@ def test_eval_draws_what_the_model_was_trained_on(tmp_path):
     assert "give --task" in damaged.stderr
     result = run("eval", tmp_path / "run", *options, "--task", "relu_2nn_regression")
     assert json.loads(result.stdout)["task_options"] == {"hidden": 100}
-    assert f"{tmp_path}/run/train.json does not say what the model was trained on (no 'model')" in result.stderr
+    damaged = f"{tmp_path}/run/train.json describes no run ('model' is missing)"
+    assert f"looped: it is not known what the model was trained on: {damaged}" in result.stderr
     assert "; numbers of the family and pairs in a prompt are the defaults, where not given\n" in result.stderr
 
 

@@ -265,16 +265,16 @@ def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
     ("experiment", "name", "model", "message"),
     [
         ("sparsity", "sparse_linear_regression_s4", "sparse_linear_regression", "sparsity=2, and the name is of sparsity=4"),
-        ("loops-and-window", "linear_regression_b8_T4", "linear_regression", "n_loops=20, and the name is of n_loops=8"),
-        ("loops-and-window", "linear_regression_b20_T4", "linear_regression", "window=12, and the name is of window=4"),
+        ("loops-and-window", "linear_regression_b8_T4", "linear_regression", "n_loops=30, and the name is of n_loops=8"),
+        ("loops-and-window", "linear_regression_b30_T4", "linear_regression", "window=15, and the name is of window=4"),
         ("fixed-point", "linear_regression_tied", "linear_regression", "inject='add', and preset small needs 'none'"),
         ("fixed-point", "linear_regression", "linear_regression_tied", "inject='none', and preset small needs 'add'"),
         ("fixed-point", "linear_regression", "linear_regression_unlooped", "n_core=12, and preset small needs 1"),
         ("shift", "linear_regression_unlooped_L4", "linear_regression_unlooped", "n_core=12, and preset small needs 4"),
-        ("shift", "linear_regression_unlooped_L1", "linear_regression_tied", "n_loops=20, and preset small needs 1"),
+        ("shift", "linear_regression_unlooped_L1", "linear_regression_tied", "n_loops=30, and preset small needs 1"),
         (
             "architecture",
-            "linear_regression_b20_T12_d_model32",
+            "linear_regression_b30_T15_d_model32",
             "linear_regression",
             "d_model=64, and the name is of d_model=32",
         ),
@@ -313,7 +313,7 @@ def test_what_a_given_model_is_unlike_its_name_is_noted(tmp_path):
     )
     same.models("linear_regression", wanted.config())
     assert same.notes == []
-    assert (same.used["linear_regression"]["n_steps"], same.used["linear_regression"]["window"]) == (16_000, 12)
+    assert (same.used["linear_regression"]["n_steps"], same.used["linear_regression"]["window"]) == (16_000, 15)
     with pytest.raises(ValueError, match="n_dims=8, and preset small needs 5"):
         own.models("linear_regression", wanted.config())
     config = wanted.config("sparse_linear_regression", task_options={"sparsity": 4}, lr=3e-4, window=6, dims=Ramp(8, 8))

@@ -58,7 +58,8 @@ def run_of(source: str, *, instead: str | None = None) -> TrainConfig | None:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            why = f"{path} does not say what the model was trained on ({error.__cause__ or error})"
+            said = str(error).removeprefix("train: ").partition("; ")[0]
+            why = f"it is not known what the model was trained on: {said}"
             if instead is None:
                 raise click.UsageError(f"{why}; give --task") from None
             click.echo(f"looped: {why}; {instead}", err=True)
