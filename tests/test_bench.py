@@ -308,7 +308,7 @@ def test_prompts_are_as_long_as_those_of_training(tmp_path):
         result = run("relu_2nn_regression", *options, "--tokens", n_tokens)
         beyond = "looped: the model was trained on prompts of 21 points; those from 22 to 22 were never trained\n"
         assert (beyond in result.stderr) is told
-    (tmp_path / "train.json").write_text("{}")
+    (tmp_path / "train.json").write_text('{"task": 3}')
     result = run(tmp_path, *options, "--task", "relu_2nn_regression")
     report = json.loads(result.stdout)
     assert (report["n_tokens"], report["task_options"], report["n_dims"]) == (17, {"hidden": 100}, 4)

@@ -15,6 +15,7 @@ from models import icl_model
 import looped
 import looped.cli.evaluate
 from looped.cli import main
+from looped.train import preset
 
 
 @pytest.fixture
@@ -132,7 +133,11 @@ def test_titles_name_the_task_its_numbers_and_the_dimensions(monkeypatch, tmp_pa
 
 
 def test_points_beyond_the_trained_ones_are_told(run_folder, tmp_path):
-    looped.save_model(icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=6), run_folder / "model")
+    longer = icl_model(std=0.1, dtype=torch.float32, n_dims=2, n_points=6)
+    looped.save_model(longer, run_folder / "model")
+    record = json.loads((run_folder / "train.json").read_text()) | {"model": longer.config.to_dict()}
+    record["loops"]["end"] = longer.config.n_loops
+    (run_folder / "train.json").write_text(json.dumps(record))
     for points, told in ((5, False), (6, True)):
         result = run("eval", run_folder, *FAST, "--points", points, "--twin", run_folder / "model")
         assert result.exit_code == 0, result.stderr
@@ -189,10 +194,41 @@ def test_a_twin_that_was_trained_on_something_else_is_told(run_folder, model_fol
     trained, drawn = "ReLURegression(n_dims=2, hidden=4)", "LinearRegression(n_dims=2)"
     assert f"looped: the twin {run_folder} was trained on {trained}, not on {drawn}\n" in result.stderr
     assert "was trained on" not in run("eval", run_folder, *FAST, "--twin", run_folder).stderr
-    (run_folder / "train.json").write_text("{}")
+    (run_folder / "train.json").write_text('{"task": 3}')
     result = run("eval", model_folder, *FAST, "--twin", run_folder)
     assert result.exit_code == 0, result.stderr
     assert "; whether the twin was trained on what is drawn is not known\n" in result.stderr
+
+
+@pytest.mark.parametrize(("name", "last"), [("linear_regression_unlooped", 0.004), ("sparse_linear_regression_unlooped", 0.06)])
+def test_eval_runs_an_unlooped_model_once(name, last):
+    report = json.loads(run("eval", name, "--prompts", 256, "--no-baselines", "--json").stdout)
+    score = report["predictors"]["unlooped"]
+    assert score["error_by_examples"]["mean"][-1] <= last
+    assert (score["mean_loops"], len(score["error_by_loops"]["mean"])) == (1, 1)
+    assert "settling" not in score
+
+
+def test_eval_trusts_no_record_of_another_model_or_program(tmp_path, model_folder):
+    options = ("--prompts", 2, "--no-baselines", "--no-settling", "--loops", 2, "--json")
+    record = model_folder.parent / "train.json"
+    record.write_text('[{"text": "data of another program"}]')
+    result = run("eval", model_folder, *options)
+    assert result.exit_code == 0, result.stderr
+    assert "no train.json beside" in result.stderr
+    record.write_text(json.dumps(preset("tiny", "relu_2nn_regression").to_dict()))
+    result = run("eval", model_folder, *options)
+    assert result.exit_code == 2
+    assert f"{record} is of another model; give --task" in result.stderr
+    result = run("eval", model_folder, *options, "--task", "linear_regression")
+    assert result.exit_code == 0
+    assert f"{record} is of another model; numbers of the family" in result.stderr
+
+
+def test_a_twin_may_have_any_name(model_folder, tmp_path):
+    looped.save_model(looped.load_model(model_folder), tmp_path / "a[red]c")
+    options = ("--prompts", 2, "--no-baselines", "--no-settling", "--loops", 2)
+    assert "a[red]c: loops" in run("eval", model_folder, "--twin", tmp_path / "a[red]c", *options).stdout
 
 
 def test_eval_prints_tables(model_folder):
@@ -229,6 +265,9 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["eval", "--points", "50", "--prompts", "2"], "positions"),
         (["eval", "--sett"], "No such option"),
         (["eval", "--task-set", "sparsity"], "--task-set takes KEY=VALUE, got 'sparsity'"),
+        (["eval", "--task-set", "n_dims=3"], "--task-set takes no n_dims: the model has 2 dimensions"),
+        (["eval", "--task", "sparse_linear_regression", "--task-set", "sparsity=1.5"], "sparsity=1.5 must be an integer"),
+        (["eval", "--task", "tabular"], "looped experiment tabular"),
         (["eval", "--task", "sparse_linear_regression", "--task-set", "sparsity=9"], "sparsity=9 must lie in 1 .. n_dims=2"),
         (["train"], "Missing option '--out'"),
         (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),

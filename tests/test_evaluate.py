@@ -23,7 +23,7 @@ from looped.icl.evaluate import Evaluation, EvaluationInterrupted, batches, eval
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.prompts import interleave
 from looped.icl.settling import Settling, Traced, first_rest, rests_on_float32_states
-from looped.icl.tasks import LinearRegression, SparseLinearRegression
+from looped.icl.tasks import LinearRegression, SparseLinearRegression, make_task
 from looped.loop import Status
 
 
@@ -321,3 +321,15 @@ def test_files_hold_what_the_evaluation_says(tmp_path):
     assert len(rows) == 10
     assert float(rows[2]["error"]) == read["predictors"]["least_squares"]["error_by_examples"]["mean"][2]
     assert isinstance(result, Evaluation)
+
+
+def test_an_evaluation_of_a_task_with_numbers_of_numpy_is_saved(tmp_path):
+    task = make_task("sparse_linear_regression", np.int64(3), sparsity=np.int32(2))
+    evaluate(task, [LeastSquares()], n_prompts=2, n_points=3, seed=0).save(tmp_path)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["task_options"] == {"sparsity": 2}
+    assert make_task("noisy_linear_regression", 3, std=np.float32(0.5)).options == {"std": 0.5}
+    for name, wrong in (("sparsity", 1.5), ("sparsity", True), ("sparsity", "2")):
+        with pytest.raises(ValueError, match=f"{name}=.* must be an integer"):
+            make_task("sparse_linear_regression", 3, **{name: wrong})
+    with pytest.raises(ValueError, match="std='x' must be a number"):
+        make_task("noisy_linear_regression", 3, std="x")

@@ -350,7 +350,7 @@ def test_a_larger_model_may_be_given_and_its_run_may_be_unknown(tmp_path):
     (tmp_path / "run" / "train.json").write_text("{")
     assert notes(place)[1].startswith(f"{unknown}{tmp_path / 'run' / 'train.json'} is not JSON")
     (tmp_path / "run" / "train.json").write_text(json.dumps(preset("tiny").to_dict()))
-    assert notes(place)[1] == f"{unknown}its train.json is of another"
+    assert notes(place)[1] == f"{unknown}{tmp_path / 'run' / 'train.json'} is of another model"
     (tmp_path / "run" / "train.json").unlink()
     assert notes(place)[1] == f"{unknown}no train.json is beside it"
 

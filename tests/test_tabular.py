@@ -445,10 +445,20 @@ def _easy():
     return tuple(tables)
 
 
-@pytest.mark.parametrize(
-    ("task", "said"), [("tabular", "looped experiment tabular --models NAME="), ("decision_tree", "looped eval ")]
-)
-def test_training_says_how_its_model_is_scored(tmp_path, monkeypatch, task, said):
-    monkeypatch.setattr("looped.train.train", lambda *args, **options: None)
-    result = CliRunner().invoke(main, ["train", "--preset", "tiny", "--task", task, "--out", str(tmp_path / "run")])
-    assert f"score it with: {said}{tmp_path / 'run' / 'model'}" in result.output
+def test_training_says_how_its_model_is_scored(tmp_path):
+    """And where it names a command, that command takes the model."""
+
+    def train(*options):
+        place = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
+        arguments = ["train", "--preset", "tiny", "--set", "n_steps=2", "--out", str(place), *options]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        return result.stderr.rpartition("score it with: ")[2].strip()
+
+    assert train("--task", "decision_tree").startswith(f"looped eval {tmp_path}")
+    assert "left one table out" in train("--task", "tabular")
+    said = train("--task", "tabular", "--set", 'task_options={"leave_out": "iris"}')
+    assert said.startswith("looped experiment tabular --preset tiny --models tabular_bundled_without_iris=")
+    run = [*said.split()[1:], "--no-train", "--prompts", "2", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, run)
+    assert result.exit_code == 0, result.output

@@ -183,14 +183,14 @@ def test_a_new_run_does_not_take_the_models_of_another_for_its_own(tmp_path, pla
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     for resume in (False, True):
         with pytest.raises(
-            ValueError, match=f"holds {place} of another run, whose state.pt is gone; choose another folder, or"
+            ValueError, match=f"holds {place} and no state.pt, and its train.json is not of this run; choose another"
         ):
             train(new, tmp_path, resume=resume, progress=False)
         assert json.loads((tmp_path / "train.json").read_text())["lr"] == old.lr
     assert torch.equal(weights(train(dataclasses.replace(old, save_every=3), tmp_path, progress=False)), weights(whole))
     (tmp_path / "state.pt").unlink()
     (tmp_path / "train.json").unlink()
-    with pytest.raises(ValueError, match="of another run"):
+    with pytest.raises(ValueError, match="is not of this run"):
         train(old, tmp_path, progress=False)
     for content, message in (("{", "is not JSON"), ("[]", "describes no run"), ("{}", "describes no run .'model' is missing")):
         (tmp_path / "train.json").write_text(content)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
+    from looped.config import LoopedConfig
     from looped.icl.tasks import Task
     from looped.train import TrainConfig
 
@@ -21,8 +21,9 @@ EVAL_TOLERANCE = 3e-3
 
 
 def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
-    from looped.checkpoint import CONFIG_FILE, load_checkpoint
+    from looped.checkpoint import load_checkpoint
     from looped.pretrained import bundled_models, load_pretrained
+    from looped.train.record import model_of_run
 
     if source in bundled_models() and not Path(source).exists():
         if fields:
@@ -32,39 +33,29 @@ def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
     if not folder.exists():
         known = ", ".join(bundled_models())
         raise click.UsageError(f"{source!r} is neither a folder or file nor a bundled model ({known}); check the path")
-    if (folder / "model" / CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).exists():
-        folder /= "model"  # of a run of `looped train`
-    return load_checkpoint(folder, **key_values(fields)).float()
+    return load_checkpoint(model_of_run(folder), **key_values(fields)).float()
 
 
-def run_of(source: str, *, instead: str | None = None) -> TrainConfig | None:
+def run_of(source: str, model: LoopedConfig, *, instead: str | None = None) -> TrainConfig | None:
     """The run that a model of `load_model_of` comes from, as train.json beside it or in the folder above has it; None without.
 
-    Of a train.json that cannot be read, standard error says so and what stands instead; it is an error where nothing does.
+    Of a train.json that cannot be read or is of another model, standard error says so and what stands instead; it is an error
+    where nothing does.
     """
     from looped.pretrained import bundled_models
-    from looped.train.record import FILE, MODEL, read_record
+    from looped.train.record import NO_RECORD, model_of_run, run_of_model
 
     folder = Path(source)
     if not folder.exists():
         folder = Path(bundled_models().get(source, source))
-    folder = (folder if folder.is_dir() else folder.parent).absolute()
-    folders = []
-    for place in dict.fromkeys((folder, folder.resolve())):  # a link to run/model, or a run whose model is a link
-        folders += [place, *([place.parent] if re.fullmatch(MODEL, place.name) else [])]
-    for path in (place / FILE for place in folders):
-        try:
-            return read_record(path)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            said = str(error).removeprefix("train: ").partition("; ")[0]
-            why = f"it is not known what the model was trained on: {said}"
-            if instead is None:
-                raise click.UsageError(f"{why}; give --task") from None
-            click.echo(f"looped: {why}; {instead}", err=True)
-            return None
-    return None
+    folder = model_of_run(folder) if folder.is_dir() else folder.parent
+    run, why_unknown = run_of_model(folder, model)
+    if run is None and why_unknown != NO_RECORD:
+        why = f"it is not known what the model was trained on: {why_unknown}"
+        if instead is None:
+            raise click.UsageError(f"{why}; give --task")
+        click.echo(f"looped: {why}; {instead}", err=True)
+    return run
 
 
 def task_of(run: TrainConfig | None, name: str | None, n_dims: int, fields: tuple[str, ...]) -> Task:
@@ -73,7 +64,10 @@ def task_of(run: TrainConfig | None, name: str | None, n_dims: int, fields: tupl
 
     name = name or (run.task if run is not None else BUNDLED)
     own = run.task_options if run is not None and run.task == name else {}
-    return make_task(name, n_dims, **(own | key_values(fields, "--task-set")))
+    options = key_values(fields, "--task-set")
+    if "n_dims" in options:
+        raise click.UsageError(f"--task-set takes no n_dims: the model has {n_dims} dimensions")
+    return make_task(name, n_dims, **(own | options))
 
 
 def say_what_differs(model: str, run: TrainConfig | None, task: Task | None, n_points: int) -> None:

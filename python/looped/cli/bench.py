@@ -108,7 +108,7 @@ def bench_command(
     run = None
     if config.input_kind == "features" and not (shape or fields):
         defaults = "numbers of the family and tokens of a prompt are the defaults, where not given"
-        run = run_of(source or BUNDLED, instead=defaults)
+        run = run_of(source or BUNDLED, config, instead=defaults)
     functions = None
     if task:
         if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
 @click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
 @click.option("--on-stall", default="exit", show_default=True, type=click.Choice(["ignore", "exit", "damp"]))
 @click.option("--anderson", type=click.IntRange(1, 3), help="Accelerate with this depth.")
-@click.option("--loops", "n_loops", type=click.IntRange(min=1), help="The most loops; default 5 times the trained ones.")
+@click.option(
+    "--loops",
+    "n_loops",
+    type=click.IntRange(min=1),
+    help="The most loops; default 5 times the trained ones, 1 of an unlooped model.",
+)
 @click.option("--baselines/--no-baselines", default=True, show_default=True, help="Score the task's baselines too.")
 @click.option("--settling/--no-settling", default=True, show_default=True, help="Study states over 300 loops.")
 @click.option("--batch", "batch_size", default=128, show_default=True, type=click.IntRange(min=1), help="Prompts at once.")
@@ -96,8 +101,10 @@ def evaluate_command(
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
     defaults = "numbers of the family and pairs in a prompt are the defaults, where not given"
-    run = None if fields else run_of(source, instead=task and defaults)
+    run = None if fields else run_of(source, config, instead=task and defaults)
     functions = task_of(run, task, config.n_dims, task_fields)
+    if functions.name == "tabular":
+        raise click.UsageError("eval scores functions with a scalar value; tables are scored by looped experiment tabular")
     if run is None and not task:
         why = "--set reads no train.json" if fields else f"no train.json beside {source}"
         drawn = task_title(functions.name, functions.options, functions.n_dims)
@@ -108,10 +115,11 @@ def evaluate_command(
     if rule == "contraction" and tol is None:
         tol = EVAL_TOLERANCE
     exit_rule = make_exit(rule, **({} if tol is None else {"tol": tol}))
-    limit = n_loops or (config.n_loops if exit_rule.is_fixed else 5 * config.n_loops)
+    limit = n_loops or (config.n_loops if exit_rule.is_fixed or config.n_loops == 1 else 5 * config.n_loops)
     predictors: list[Any] = [
         LoopedPredictor(
             main_model,
+            name="looped" if config.n_loops > 1 else "unlooped",
             exit=exit_rule,
             n_loops=limit,
             on_stall=on_stall,
@@ -121,10 +129,12 @@ def evaluate_command(
     others = baselines_for(functions) if baselines else []
     if twin:
         twin_model = load_model_of(twin, twin_fields)
-        name = _name_of_twin(twin, twin_model.config, {"looped", *(predictor.name for predictor in others)})
+        name = _name_of_twin(twin, twin_model.config, {predictors[0].name, *(predictor.name for predictor in others)})
         predictors.append(LoopedPredictor(twin_model, name=name))
         unknown = "whether the twin was trained on what is drawn is not known"
-        say_what_differs(f"the twin {twin}", None if twin_fields else run_of(twin, instead=unknown), functions, n_points)
+        say_what_differs(
+            f"the twin {twin}", None if twin_fields else run_of(twin, twin_model.config, instead=unknown), functions, n_points
+        )
     predictors += others
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)

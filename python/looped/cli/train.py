@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from looped.cli.arguments import integers, key_values, use_threads
+
+if TYPE_CHECKING:
+    from looped.train import TrainConfig
 
 
 @click.command("train")
@@ -72,5 +76,16 @@ def train_command(
     else:
         measure = f"looped eval {out / 'model'}"
         if task == "tabular":
-            measure = f"looped experiment tabular --models NAME={out / 'model'} (--list shows the names)"
+            measure = _experiment_of_tables(config, preset_name, out / "model")
         click.echo(f"looped: the model is in {out / 'model'}; score it with: {measure}", err=True)
+
+
+def _experiment_of_tables(config: TrainConfig, preset_name: str, model: Path) -> str:
+    """The command that scores a model on the table it was not trained on."""
+    left_out = config.task_options.get("leave_out")
+    if left_out is None:
+        return """looped experiment tabular, of a model that left one table out (--set 'task_options={"leave_out": "iris"}')"""
+    from looped.experiments.tabular import name_without
+
+    name = name_without(config.task_options.get("source", "bundled"), left_out, unlooped=config.model.n_loops == 1)
+    return f"looped experiment tabular --preset {preset_name} --models {name}={model}"

@@ -12,7 +12,7 @@ from looped.checkpoint import load_model
 from looped.model import LoopedTransformer
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig
-from looped.train.record import record_of_model
+from looped.train.record import model_of_run, run_of_model
 
 # What a model of another value is no model of the name with, whatever the experiment.
 KIND = ("input_kind", "n_dims", "readout", "n_classes", "read_stride", "mask_kind", "n_core", "inject", "state_init")
@@ -41,16 +41,9 @@ class Given:
                     "the path"
                 )
             folder = Path(known[source])
+        folder = model_of_run(folder)
         model = load_model(folder).float()
-        try:
-            run = record_of_model(folder)
-        except ValueError as error:
-            return cls(source, model, None, str(error).removeprefix("train: "))
-        if run is None:
-            return cls(source, model, None, "no train.json is beside it")
-        return (
-            cls(source, model, run) if run.model == model.config else cls(source, model, None, "its train.json is of another")
-        )
+        return cls(source, model, *run_of_model(folder, model.config))
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -60,7 +53,7 @@ class Given:
     def unlike(self, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
         """The traits that are known and not those of a run: what the model has, and what the run has."""
         own, wanted = self.traits, traits_of(config)
-        return {name: (own[name], wanted.get(name)) for name in own if own[name] != wanted.get(name)}
+        return {name: (own[name], wanted[name]) for name in own if name in wanted and own[name] != wanted[name]}
 
     def check(self, name: str, config: TrainConfig, preset: str, apart: Iterable[str] = ()) -> None:
         """Raises ValueError where the model is no model of the name: of another kind, of too few positions, or other than the

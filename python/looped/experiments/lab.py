@@ -116,9 +116,10 @@ class Lab:
             given = self.loaded[name]
             given.check(name, config, self.preset)
             self._note_model(name, given.model, f"given: {given.source}", given.run)
-            self.notes += given.remarks(name, self._by_seed(config)[0])
+            remarks = given.remarks(name, self._by_seed(config)[0])
             if len(self.seeds) > 1:
-                self.notes.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
+                remarks.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
+            self.notes += [remark for remark in remarks if remark not in self.notes]  # some ask for a model twice
             return [given.model.to(self.device)]
         found = {own.seed: self._one(name, own, optional) for own in self._by_seed(config)}
         models = [model.to(self.device) for model in found.values() if model is not None]
@@ -215,7 +216,8 @@ class Lab:
             "n_layers": model.config.n_core,
         }
         if config and (missing := shortfall(config)):
-            self.short.setdefault(missing, []).append(label)
+            labels = self.short.setdefault(missing, [])
+            labels += [label] if label not in labels else []
         return model
 
 

@@ -29,10 +29,18 @@ def runs(lab: Lab) -> dict[tuple[str, str], Run]:
     wanted: dict[tuple[str, str], Run] = {}
     source = "bundled" if lab.data == "bundled" else "openml"
     for table in load_tables(lab.data):
-        label = f"tabular_{source}_without_{re.sub('[^A-Za-z0-9]+', '_', table.name)}"
-        wanted[table.name, "looped"] = label, run_without(lab, table, unlooped=False)
-        wanted[table.name, "unlooped"] = f"{label}_unlooped", run_without(lab, table, unlooped=True)
+        for kind in MODELS:
+            unlooped = kind == "unlooped"
+            wanted[table.name, kind] = (
+                name_without(source, table.name, unlooped=unlooped),
+                run_without(lab, table, unlooped=unlooped),
+            )
     return wanted
+
+
+def name_without(source: str, table: str, *, unlooped: bool) -> str:
+    """The name of the model of a source's tables but one."""
+    return f"tabular_{source}_without_{re.sub('[^A-Za-z0-9]+', '_', table)}" + ("_unlooped" if unlooped else "")
 
 
 def run(lab: Lab) -> Outcome:

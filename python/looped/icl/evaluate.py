@@ -162,7 +162,8 @@ def evaluate(
     that are not available are left out with a notice in the log; those marked slow see the first 128 prompts only (their curve
     says how many).
 
-    n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops.
+    n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops, and 1 where
+        that is 1: an unlooped model, of which no settling is studied either.
     n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out. The first looped model is also
         studied damped, accelerated and on float32 states, the others plain alone.
     progress: called with a predictor's name and the number of prompts it has just finished.
@@ -279,9 +280,10 @@ class _LoopedScorer(_Scorer):
     ) -> None:
         super().__init__(predictor, task)
         trained = predictor.n_loops_trained
-        self.n_loops_shown = max(trained, 5 * trained if n_loops_shown is None else n_loops_shown)
+        more = 5 * trained if trained > 1 else 1  # an unlooped model is meant to run once
+        self.n_loops_shown = max(trained, more if n_loops_shown is None else n_loops_shown)
         self.settling: Settling | None = None
-        if n_loops_settling:
+        if n_loops_settling and trained > 1:
             self.settling = Settling(predictor, max(n_loops_settling, self.n_loops_shown), with_helps=with_helps)
         self.n_settling = 0
         self.by_loops, self.at_trained_loops = RunningCurve(), RunningCurve()

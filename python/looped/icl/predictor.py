@@ -15,7 +15,7 @@ from looped.engine import solve
 from looped.exits import Exit, ExitRule, make_exit
 from looped.icl.prompts import interleave
 from looped.loop import LoopResult
-from looped.model import LoopedTransformer
+from looped.model import LoopedTransformer, unwrapped
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class LoopedPredictor:
     why_unavailable: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", unwrapped(self.model, "LoopedPredictor"))
         config = self.model.config
         if (config.input_kind, config.readout, config.read_stride) != ("features", "scalar", 2):
             raise ValueError(

@@ -11,11 +11,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from looped.integers import take_integers
 from looped.suggestion import suggestion
 
 Parameters = dict[str, Tensor]
@@ -39,8 +41,14 @@ class Task:
 
     n_dims: int
     name: ClassVar[str]
+    counts: ClassVar[tuple[str, ...]] = ()  # fields that are integers, beside n_dims
 
     def __post_init__(self) -> None:
+        take_integers(self, ("n_dims", *self.counts))
+        for field in ("n_dims", *self.counts):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{type(self).__name__}: {field}={value!r} must be an integer")
         if self.n_dims < 1:
             raise ValueError(f"{type(self).__name__}: n_dims={self.n_dims} must be at least 1")
 
@@ -123,6 +131,10 @@ class NoisyLinearRegression(LinearRegression):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        std: Any = self.std
+        if isinstance(std, bool) or not isinstance(std, Real):
+            raise ValueError(f"{self.name}: std={std!r} must be a number")
+        object.__setattr__(self, "std", float(std))  # it may have been NumPy's
         if not 0 <= self.std < math.inf:
             raise ValueError(f"{self.name}: std={self.std} must be finite and not negative")
 
@@ -141,6 +153,7 @@ class SparseLinearRegression(LinearRegression):
 
     sparsity: int = 3
     name: ClassVar[str] = "sparse_linear_regression"
+    counts: ClassVar[tuple[str, ...]] = ("sparsity",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,6 +191,7 @@ class ReLURegression(Task):
 
     hidden: int = 100
     name: ClassVar[str] = "relu_2nn_regression"
+    counts: ClassVar[tuple[str, ...]] = ("hidden",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +221,7 @@ class DecisionTree(Task):
 
     depth: int = 4
     name: ClassVar[str] = "decision_tree"
+    counts: ClassVar[tuple[str, ...]] = ("depth",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

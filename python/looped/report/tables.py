@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from looped.icl.evaluate import Evaluation
@@ -25,7 +26,7 @@ def evaluation_tables(evaluation: Evaluation) -> list[Table]:
         curve = score.error_by_examples
         cells = [_number(curve.mean[place]) for place in places]
         interval = f"{_number(curve.low[-1])} - {_number(curve.high[-1])}"
-        errors.add_row(name.replace("_", " "), *cells, interval, f"{curve.n_prompts:,}")
+        errors.add_row(escape(name.replace("_", " ")), *cells, interval, f"{curve.n_prompts:,}")
     tables = [errors]
     for name, score in evaluation.scores.items():
         if score.looped:
@@ -34,7 +35,7 @@ def evaluation_tables(evaluation: Evaluation) -> list[Table]:
 
 
 def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
-    table = Table(title=f"{name}: loops", title_justify="left", show_header=False)
+    table = Table(title=escape(f"{name}: loops"), title_justify="left", show_header=False)
     trained, by_loops = looped["n_loops_trained"], looped["error_by_loops"]["mean"]
     rule = looped["exit"]
     table.add_row(

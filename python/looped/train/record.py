@@ -7,7 +7,8 @@ import json
 import re
 from pathlib import Path
 
-from looped.checkpoint import write_atomically
+from looped.checkpoint import CONFIG_FILE, write_atomically
+from looped.config import LoopedConfig
 from looped.train.recipe import TrainConfig
 
 FILE = "train.json"
@@ -21,16 +22,21 @@ def write_record(config: TrainConfig, folder: Path) -> None:
 def read_record(path: Path) -> TrainConfig:
     """The run that a file describes. Raises FileNotFoundError, and ValueError for a file that is damaged or describes none."""
     try:
+        return _read(path)
+    except ValueError as error:
+        raise ValueError(f"train: {error}; restore it, or remove its folder to train again") from error
+
+
+def _read(path: Path) -> TrainConfig:
+    try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"train: {path} is not JSON ({error}); restore it, or remove its folder to train again") from error
+        raise ValueError(f"{path} is not JSON ({error})") from error
     try:
         return TrainConfig.from_dict(content)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"train: {path} describes no run ({reason}); restore it, or remove its folder to train again"
-        ) from error
+        raise ValueError(f"{path} describes no run ({reason})") from error
 
 
 def is_record_of(path: Path, config: TrainConfig) -> bool:
@@ -40,15 +46,45 @@ def is_record_of(path: Path, config: TrainConfig) -> bool:
     return dataclasses.replace(read_record(path), save_every=config.save_every, keep_every=config.keep_every) == config
 
 
-def record_of_model(folder: Path) -> TrainConfig | None:
-    """The run that a model's folder comes from, as the file in it or in the folder above says; None without one.
+def run_of_model(folder: Path, model: LoopedConfig) -> tuple[TrainConfig | None, str]:
+    """The run that a model's folder comes from, or None and why it is not known.
 
-    Raises as `read_record`.
+    The file is looked for in the folder and, of one that is named as a run names its models, in the folder above; where it is
+    a link, beside its target too. Another program's file of that name counts as none.
     """
-    folder = folder.resolve()
-    above = [folder.parent] if re.fullmatch(MODEL, folder.name) else []
-    path = next((place / FILE for place in (folder, *above) if (place / FILE).is_file()), None)
-    return read_record(path) if path else None
+    folder = folder.absolute()
+    places = dict.fromkeys(
+        above
+        for place in (folder, folder.resolve())
+        for above in (place, *([place.parent] if re.fullmatch(MODEL, place.name) else []))
+    )
+    for path in (place / FILE for place in places):
+        if not path.is_file() or _is_of_another_program(path):
+            continue
+        try:
+            run = _read(path)
+        except (OSError, ValueError) as error:
+            return None, str(error)
+        return (run, "") if run.model == model else (None, f"{path} is of another model")
+    return None, NO_RECORD
+
+
+NO_RECORD = "no train.json is beside it"
+
+
+def _is_of_another_program(path: Path) -> bool:
+    """Whether it is whole and has neither of the fields that each of ours has."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return not (isinstance(content, dict) and content.keys() & {"model", "task"})
+
+
+def model_of_run(folder: Path) -> Path:
+    """The last model in a run's folder; any other folder as it is."""
+    is_run = (folder / "model" / CONFIG_FILE).is_file() and not (folder / CONFIG_FILE).exists()
+    return folder / "model" if is_run else folder
 
 
 def refuse_other_models(config: TrainConfig, folder: Path) -> None:
@@ -56,6 +92,6 @@ def refuse_other_models(config: TrainConfig, folder: Path) -> None:
     models = sorted(place.name for place in folder.glob("model*") if re.fullmatch(MODEL, place.name))
     if models and not is_record_of(folder / FILE, config):
         raise ValueError(
-            f"train: {folder} holds {', '.join(models)} of another run, whose state.pt is gone; choose another folder, or "
-            "remove them"
+            f"train: {folder} holds {', '.join(models)} and no state.pt, and its train.json is not of this run; choose another "
+            "folder, or remove them"
         )
