@@ -12,6 +12,7 @@ from looped.config import LoopedConfig
 from looped.train.recipe import TrainConfig
 
 FILE = "train.json"
+NO_RECORD = f"no {FILE} is beside it"
 MODEL = r"model(_[0-9]+)?"  # the folders of models in a run's: the last one, and copies by their step
 
 
@@ -53,11 +54,9 @@ def run_of_model(folder: Path, model: LoopedConfig) -> tuple[TrainConfig | None,
     a link, beside its target too. Another program's file of that name counts as none.
     """
     folder = folder.absolute()
-    places = dict.fromkeys(
-        above
-        for place in (folder, folder.resolve())
-        for above in (place, *([place.parent] if re.fullmatch(MODEL, place.name) else []))
-    )
+    places: list[Path] = []
+    for place in (folder, folder.resolve()):
+        places += [place, *([place.parent] if re.fullmatch(MODEL, place.name) else [])]
     for path in (place / FILE for place in places):
         if not path.is_file() or _is_of_another_program(path):
             continue
@@ -67,9 +66,6 @@ def run_of_model(folder: Path, model: LoopedConfig) -> tuple[TrainConfig | None,
             return None, str(error)
         return (run, "") if run.model == model else (None, f"{path} is of another model")
     return None, NO_RECORD
-
-
-NO_RECORD = "no train.json is beside it"
 
 
 def _is_of_another_program(path: Path) -> bool:
