@@ -111,6 +111,13 @@ def test_wrong_predictions_are_refused_and_pairs_are_protected():
     ):
         with pytest.raises(ValueError, match=message):
             LoopedPredictor(icl_model(**changes))
+    for options, message in (
+        (dict(on_stall="damp"), "give another, such as"),
+        (dict(on_stall="damp", exit=Contraction(tol=0)), "set tol above 0"),
+        (dict(exit=Contraction(min_loops=9), n_loops=8), "min_loops=9 is more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoopedPredictor(icl_model(), **options)
     assert LoopedPredictor(icl_model(), exit="contraction", accelerate="anderson").exit_to_dict()["accelerate"] == "anderson(3)"
 
 

@@ -548,13 +548,18 @@ def test_quick_looks_have_files_and_titles_of_their_own(tmp_path, monkeypatch):
     assert (quick_look.stem, whole.stem) == ("probe_12_steps_8_prompts", "probe")
     titles = []
     monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda self, text: titles.append(text))
-    for one in (quick_look, whole, outcome()):
+    given = {"a": {"source": "given: linear_regression"}}
+    all_given = dataclasses.replace(quick_look, models=given)
+    one_given = dataclasses.replace(whole, models=given | {"b": {"source": "trained: b"}})
+    for one in (quick_look, whole, outcome(), all_given, one_given):
         one.save(tmp_path)
         plot_outcome(one, tmp_path / f"{one.stem}.png")
     assert titles == [
         "probe, preset tiny (Fig. 8)\n8 prompts; training seeds 42, 7; a quick look: every training 12 steps",
         "probe, preset tiny (Fig. 8)\n64 prompts; training seed 42",
         "test, preset tiny (Fig. 0)",
+        "probe, preset tiny (Fig. 8)\n8 prompts; given: all models",
+        "probe, preset tiny (Fig. 8)\n64 prompts; given: a; training seed 42",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{stem}.{kind}" for stem in ("probe", "probe_12_steps_8_prompts", "test") for kind in ("json", "csv", "png")

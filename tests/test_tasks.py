@@ -264,6 +264,7 @@ def test_pool_smaller_than_the_batch_is_drawn_with_replacement() -> None:
         ("noisy_linear_regression", {"n_dims": 5, "std": math.nan}, "std=nan"),
         ("relu_2nn_regression", {"n_dims": 5, "hidden": 0}, "hidden=0"),
         ("decision_tree", {"n_dims": 5, "depth": -1}, "depth=-1"),
+        ("decision_tree", {"n_dims": 5, "depth": 30}, r"depth=30 must be in 0 \.\. 20"),
         ("linear_regresion", {"n_dims": 5}, "did you mean 'linear_regression'"),
     ],
 )

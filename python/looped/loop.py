@@ -45,10 +45,11 @@ class LoopSpec:
         if self.rule.min_loops > self.n_loops:
             raise ValueError(f"solve: min_loops={self.rule.min_loops} is more than n_loops={self.n_loops}")
         if self.on_stall == "damp" and (self.rule.is_fixed or not self.rule.can_stall):
-            name = type(self.rule).__name__ + (" with tol=0" if getattr(self.rule, "tol", None) == 0 else "")
+            is_blind = getattr(self.rule, "tol", None) == 0
+            name = type(self.rule).__name__ + (" with tol=0" if is_blind else "")
+            cure = "set tol above 0" if is_blind else 'give another, such as exit="contraction"'
             raise ValueError(
-                f'solve: on_stall="damp" does nothing under the exit rule {name}, which never stalls; give another, such as '
-                'exit="contraction", or drop on_stall'
+                f'solve: on_stall="damp" does nothing under the exit rule {name}, which never stalls; {cure}, or drop on_stall'
             )
         if isinstance(self.rule, Exact) and self.accelerate is not None:
             raise ValueError('solve: exit="exact" is for programs, which are never accelerated; drop accelerate')

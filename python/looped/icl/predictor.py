@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from looped.accelerate import Anderson, make_acceleration
+from looped.accelerate import Anderson
 from looped.engine import solve
 from looped.exits import Exit, ExitRule, make_exit
 from looped.icl.prompts import interleave
-from looped.loop import LoopResult
+from looped.loop import LoopResult, LoopSpec
 from looped.model import LoopedTransformer, unwrapped
 
 
@@ -23,6 +23,7 @@ class LoopedPredictor:
     """Predicts y_i from the i pairs before it by looping the interleaved prompt.
 
     n_loops: the most loops; default the trained count, `model.config.n_loops`. exit, on_stall, accelerate: as in `solve`.
+    Raises ValueError for a model that does not read such prompts, and for what does not go together, before anything runs.
     """
 
     model: LoopedTransformer
@@ -47,8 +48,10 @@ class LoopedPredictor:
             raise ValueError('LoopedPredictor: with mask_kind="full" a prediction sees its own answer; use a causal model')
         if config.n_loops < 1:
             raise ValueError("LoopedPredictor: the model's n_loops is 0; set it to the trained loops")
-        object.__setattr__(self, "exit", make_exit(self.exit))
-        object.__setattr__(self, "accelerate", make_acceleration(self.accelerate))
+        loops = self.n_loops_trained if self.n_loops is None else self.n_loops
+        spec = LoopSpec.of(config, loops, self.exit, self.on_stall, self.accelerate, return_predictions=False)
+        object.__setattr__(self, "exit", spec.rule)
+        object.__setattr__(self, "accelerate", spec.accelerate)
 
     @property
     def rule(self) -> ExitRule:

@@ -212,6 +212,9 @@ class ReLURegression(Task):
         return (torch.relu(xs @ W1) @ W2).squeeze(-1) * math.sqrt(2 / self.hidden)
 
 
+MAX_DEPTH = 20  # of a tree: every prompt draws all of its 2 million nodes
+
+
 @dataclass(frozen=True)
 class DecisionTree(Task):
     """A full binary tree: each inner node asks whether one live coordinate is above 0; leaves are N(0, 1).
@@ -225,8 +228,8 @@ class DecisionTree(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.depth < 0:
-            raise ValueError(f"{self.name}: depth={self.depth} must not be negative")
+        if not 0 <= self.depth <= MAX_DEPTH:
+            raise ValueError(f"{self.name}: depth={self.depth} must be in 0 .. {MAX_DEPTH}: a tree has 2^(depth + 1) - 1 nodes")
 
     @property
     def n_parameters(self) -> int:

@@ -41,12 +41,17 @@ def plot_outcome(outcome: Outcome, path: str | os.PathLike[str]) -> None:
 
 
 def figure_title(outcome: Outcome) -> str:
-    """What was run, and below it on how many prompts, of which seeds, and of how many steps where these are a quick look's."""
+    """What was run, and below it on how many prompts, with which models given, and of those that are not the training seeds,
+    and the steps where these are a quick look's."""
     settings = outcome.settings
     below = [f"{settings['n_prompts']:,} prompts"] if "n_prompts" in settings else []
-    if seeds := settings.get("seeds"):
+    given = [name for name, model in outcome.models.items() if model["source"].startswith("given: ")]
+    are_all_given = 0 < len(given) == len(outcome.models)
+    if given:
+        below.append("given: " + ("all models" if are_all_given else ", ".join(given)))
+    if (seeds := settings.get("seeds")) and not are_all_given:
         below.append(f"training seed{'s' if len(seeds) > 1 else ''} {', '.join(str(seed) for seed in seeds)}")
-    if n_steps := settings.get("n_steps"):
+    if (n_steps := settings.get("n_steps")) and not are_all_given:
         below.append(f"a quick look: every training {n_steps:,} steps")
     return "\n".join(
         [f"{outcome.experiment}, preset {outcome.preset} ({outcome.figures})", *(["; ".join(below)] if below else [])]
