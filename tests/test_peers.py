@@ -166,6 +166,24 @@ def test_every_setting_of_what_is_installed_agrees_with_eager(peers, name, n_set
     assert_every_setting_agrees(peers, name, n_settings)
 
 
+def test_signals_are_survived_after_openvino(peers):
+    """Set up twice and dropped in the same order: with a core each, the next signal had no stack to run on."""
+    if package := peers.missing("openvino"):
+        pytest.skip(f"{package} is not installed: pip install 'looped[bench]'")
+    program = """
+import signal, sys
+sys.path.insert(0, sys.argv[1])
+import peer_setups, torch
+model, x = peer_setups.random_model("C16H2T7"), torch.zeros(1, 7, 20)
+first, second = (peer_setups.openvino(model, x, 2, 1) for _ in range(2))
+del first, second
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGUSR1)
+"""
+    run = subprocess.run([sys.executable, "-X", "faulthandler", "-c", program, str(BENCHES)], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "handled\n"), run.stderr[-2000:]
+
+
 class Graph:
     """Stands for an exported graph: the module, taken apart by no one."""
 
@@ -240,8 +258,9 @@ def test_every_setting_of_a_peer_agrees_with_eager_on_stand_ins(peers, monkeypat
     monkeypatch.setattr(setups, "export", lambda module, *inputs, **names: Graph(module))
     monkeypatch.setattr(setups, "export_loop", lambda model, x, n_loops: Graph(setups.AllLoops(model, n_loops)))
     core = types.SimpleNamespace(compile_model=lambda converted, device, config: converted)
+    monkeypatch.setattr(setups, "openvino_core", lambda: core)
     vino = types.SimpleNamespace(
-        Core=lambda: core, convert_model=lambda module, example_input, input: Compiled(module, input), AsyncInferQueue=Queue
+        convert_model=lambda module, example_input, input: Compiled(module, input), AsyncInferQueue=Queue
     )
     monkeypatch.setitem(sys.modules, "openvino", vino)
     assert_every_setting_agrees(peers, name, n_settings)
