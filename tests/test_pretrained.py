@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import looped
+from looped.checkpoint import load_model
 from looped.cli import EVAL_TOLERANCE
 from looped.exits import ROUNDING_LEVEL, Contraction
 from looped.icl.baselines import Averaging, KNearestNeighbours
@@ -102,5 +103,7 @@ def test_every_model_has_its_card_and_the_configuration_it_was_trained_with():
         assert f"{config.n_steps:,} steps" in card
         assert "looped train --preset small" in card
         assert all(p.dtype == torch.float32 for p in load_pretrained(name).parameters())
+        in_file = {p.dtype for p in load_model(folder).parameters()}
+        assert in_file == {torch.float16 if twins["unlooped"] else torch.float32}
     with pytest.raises(ValueError, match="did you mean 'linear_regression'"):
         load_pretrained("linear_regresion")

@@ -175,7 +175,7 @@ class Lab:
     def _one(self, name: str, config: TrainConfig, optional: bool) -> LoopedTransformer | None:
         folder, label = self.run_folder(name, config.seed), _label(name, config.seed)
         if place := self._place(name, config):
-            return self._note_model(label, load_model(place[1]), place[0], config)
+            return self._note_model(label, load_model(place[1]).float(), place[0], config)
         if optional:
             return None
         if not self.may_train:

@@ -17,9 +17,12 @@ def bundled_models() -> dict[str, str]:
 
 
 def load_pretrained(name: str) -> LoopedTransformer:
-    """A shipped model by its name. Raises ValueError that names the nearest, or all, for an unknown one."""
+    """A shipped model by its name, in float32; of the unlooped ones the files hold weights rounded to float16.
+
+    Raises ValueError that names the nearest, or all, for an unknown one.
+    """
     models = bundled_models()
     if name not in models:
         hint = suggestion(name, models, listed=True) or "; this installation has none"
         raise ValueError(f"load_pretrained: no model {name!r} is shipped{hint}")
-    return load_model(models[name])
+    return load_model(models[name]).float()
