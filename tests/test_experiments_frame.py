@@ -31,13 +31,14 @@ from looped.experiments.measure import (
     of_baseline,
     on_shared,
     single,
+    tested_loops,
 )
 from looped.experiments.outcome import Line, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 from looped.icl.curves import CONFIDENCE, N_RESAMPLES, RunningCurve
 from looped.icl.prompts import interleave
 from looped.icl.shifts import make_shift, random_rotation
-from looped.icl.tasks import LinearRegression, Pairs
+from looped.icl.tasks import DecisionTree, LinearRegression, Pairs
 from looped.report.outcomes import cell_text, outcome_tables, plot_outcome
 from looped.train import Ramp, preset, train
 
@@ -443,12 +444,22 @@ def test_ways_are_the_errors_of_a_plain_loop():
     got = by_loops([model], task, 7)[0](pairs)
     torch.testing.assert_close(got, (every[:, :, -1] - ys[:, -1:]) ** 2 / 3, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(by_examples([model], task)[0](pairs), (every[:, 5] - ys) ** 2 / 3, rtol=1e-4, atol=1e-6)
+    far = model(x, n_loops=30).double()  # five times the trained 6
+    torch.testing.assert_close(by_examples([model], task, "small")[0](pairs), (far - ys) ** 2 / 3, rtol=1e-4, atol=1e-6)
     baseline = of_baseline(LeastSquares(), task)[0](pairs)
     torch.testing.assert_close(baseline, (LeastSquares().predict(*pairs).double() - ys) ** 2 / 3)
     shifted = make_shift("skewed").sample(
         task, 4, 3, generator=torch.Generator().manual_seed(0), rotation=random_rotation(3, 0)
     )
     assert [len(part) for part in first_of(shifted, 2)[:4]] == [2] * 4
+
+
+def test_curves_by_examples_are_of_the_published_loops():
+    looped_model, unlooped = icl_model(n_loops=6), icl_model(n_loops=1)
+    tree, linear = DecisionTree(3), LinearRegression(3)
+    assert [tested_loops(looped_model, task, "paper") for task in (linear, tree)] == [500, 200]
+    assert [tested_loops(looped_model, task, name) for task in (linear, tree) for name in ("small", "tiny")] == [30] * 4
+    assert [tested_loops(unlooped, task, name) for task in (linear, tree) for name in ("small", "paper")] == [1] * 4
 
 
 def test_kinds_of_lines():

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from looped.experiments.lab import Lab, Run, n_parameters
-from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline, on_shared
+from looped.experiments.measure import (
+    Measured,
+    by_examples,
+    fresh,
+    kind_of,
+    line,
+    mean_ratio,
+    measure,
+    of_baseline,
+    on_shared,
+    tested_loops,
+)
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso, baselines_for
 from looped.model import LoopedTransformer
@@ -32,7 +43,8 @@ def run(lab: Lab) -> Outcome:
     rows: list[list[Cell]] = []
     claims: list[Claim] = []
     seconds: dict[str, float] = {}
-    n_points = {}
+    n_points: dict[str, int] = {}
+    n_loops: dict[str, int] = {}
     for name in TASKS:
         config = lab.config(name)
         models = {kind: lab.models(*wanted[name, kind]) for kind in ("looped", "unlooped")}
@@ -43,12 +55,15 @@ def run(lab: Lab) -> Outcome:
         for baseline in baselines.values():
             if baseline.why_unavailable:
                 lab.notes.append(f"left out: {baseline.why_unavailable}")
-        ways = {kind: by_examples(found, task) for kind, found in models.items()}
+        ways = {kind: by_examples(found, task, lab.preset) for kind, found in models.items()}
         ways |= {label: of_baseline(baseline, task) for label, baseline in baselines.items()}
-        slow = [label for label, baseline in baselines.items() if baseline.cost == "slow" and not isinstance(baseline, Lasso)]
+        if models["looped"]:
+            n_loops[name] = tested_loops(models["looped"][0], task, lab.preset)
+        slow = [label for label, one in baselines.items() if one.cost == "slow" and not isinstance(one, Lasso)]
+        slow = [] if lab.preset == "paper" else slow  # the published figure has all prompts
         found = measure(fresh(task, lab.n_prompts, n_points[name], lab.seed), ways, slow=slow)
         seconds |= {f"{name}: {label}": round(one.seconds, 2) for label, one in found.items()}
-        panels.append(_panel(name, found, task.n_dims, n_points[name]))
+        panels.append(_panel(name, found, task.n_dims, n_points[name], n_loops.get(name)))
         rows += _rows(name, found, models, task.n_dims)
         claims += _claims(name, found, task.n_dims)
     boosted = sum(value for label, value in seconds.items() if "xgboost" in label)
@@ -56,18 +71,19 @@ def run(lab: Lab) -> Outcome:
     sheet = Sheet(
         "squared error / variance of y, by examples", ["task", "", "parameters", "d/2", "d", "all", "prompts", "seconds"], rows
     )
-    settings = {"n_points": n_points, "seconds_by_predictor": seconds}
+    settings = {"n_points": n_points, "n_loops": n_loops, "seconds_by_predictor": seconds}
     return Outcome("functions", "Fig. 10", lab.preset, settings, panels, sheet, claims)
 
 
-def _panel(name: str, found: dict[str, Measured], n_dims: int, n_points: int) -> Panel:
+def _panel(name: str, found: dict[str, Measured], n_dims: int, n_points: int, n_loops: int | None) -> Panel:
     lines = []
     for label, one in found.items():
         kind = kind_of(label)
         few = f" ({one.curve.n_prompts} prompts)" if kind == "baseline" and one.curve.n_prompts <= 128 else ""
         lines.append(line(label.replace("_", " ") + few, range(n_points), one, kind))
     y = "squared error / variance of y"
-    return Panel(name.replace("_", " "), "examples in the prompt", y, lines, marks=[(n_dims, "d")])
+    title = name.replace("_", " ") + (f", looped {n_loops} times" if n_loops else "")
+    return Panel(title, "examples in the prompt", y, lines, marks=[(n_dims, "d")])
 
 
 def _rows(name: str, found: dict[str, Measured], models: dict[str, list[LoopedTransformer]], n_dims: int) -> list[list[Cell]]:

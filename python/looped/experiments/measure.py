@@ -22,6 +22,8 @@ from looped.icl.tasks import Pairs, Task
 from looped.model import LoopedTransformer
 
 BATCH = 128
+TESTED, TESTED_OF = 500, {"decision_tree": 200}  # loops of the published curves by examples, whatever the trained ones
+REACH = 5  # times the trained loops: those of these curves at the other presets
 KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}  # of a line, by the model's kind
 
 Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)
@@ -113,11 +115,19 @@ def fresh(task: Task, n_prompts: int, n_points: int, seed: int) -> Iterable[Pair
     return batches(task, n_prompts, n_points, seed, BATCH)
 
 
-def by_examples(models: Sequence[LoopedTransformer], task: Task, n_loops: int | None = None) -> list[Way]:
-    """Error at every point, after the trained loops or n_loops of them."""
+def tested_loops(model: LoopedTransformer, task: Task, preset: str) -> int:
+    """The loops of a model in curves by examples: past the trained ones, as published. A model that runs once does so here."""
+    n_loops = model.config.n_loops
+    if n_loops == 1:
+        return 1
+    return TESTED_OF.get(task.name, TESTED) if preset == "paper" else REACH * n_loops
+
+
+def by_examples(models: Sequence[LoopedTransformer], task: Task, preset: str = "") -> list[Way]:
+    """Error at every point, after the trained loops, or the `tested_loops` of a preset."""
 
     def way(model: LoopedTransformer) -> Way:
-        predictor = LoopedPredictor(model, n_loops=n_loops)
+        predictor = LoopedPredictor(model, n_loops=tested_loops(model, task, preset) if preset else None)
         return lambda pairs: squared(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task)
 
     return [way(model) for model in models]

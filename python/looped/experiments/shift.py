@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure
+from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure, tested_loops
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 from looped.icl.evaluate import evaluation_stream
@@ -42,7 +42,9 @@ def run(lab: Lab) -> Outcome:
     task, n_points = config.make_task(), config.points.end
     models = {kind: lab.models(*wanted) for kind, wanted in runs(lab).items()}
     predictors: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
-        name: [LoopedPredictor(model).predict for model in found] for name, found in models.items() if found
+        name: [LoopedPredictor(model, n_loops=tested_loops(model, task, lab.preset)).predict for model in found]
+        for name, found in models.items()
+        if found
     }
     predictors["least squares"] = [lambda xs, ys: LeastSquares().predict(xs, ys, progress=lambda *_: None)]
     rotation = random_rotation(task.n_dims, lab.seed)

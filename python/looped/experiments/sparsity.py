@@ -43,7 +43,9 @@ def run(lab: Lab) -> Outcome:
         task, n_dims, n_points = config.make_task(), config.dims.end, config.points.end
         models = {kind: lab.models(*wanted[sparsity, kind]) for kind in ("looped", "unlooped")}
         if any(models.values()):
-            ways = {kind: by_examples(some, task) for kind, some in models.items()} | {"lasso": of_baseline(Lasso(), task)}
+            ways = {kind: by_examples(some, task, lab.preset) for kind, some in models.items()} | {
+                "lasso": of_baseline(Lasso(), task)
+            }
             found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways)
     panels = [
         Panel(
