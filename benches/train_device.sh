@@ -5,14 +5,15 @@
 #
 # Run again with the same OUT, it goes on from the last checkpoint, bit for bit; when all steps are done it scores the model.
 # For example: benches/train_device.sh runs/tree 30 --task decision_tree; benches/train_device.sh runs/unlooped 30 --unlooped.
-# Float32 with TF32 products, as the authors train. Without a GPU it makes three steps of one prompt on the CPU, to see that it runs.
+# Float32 with TF32 products, as the authors train and the preset says. Without a GPU it makes three steps of one prompt on the CPU,
+# to see that it runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-runs/paper}" minutes="${2:-30}"
 shift $(($# < 2 ? $# : 2))
 python="${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 export PYTHONPATH="$PWD/python:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-options=(--preset paper --out "$out" --resume --device cuda --set precision=tf32 "$@")
+options=(--preset paper --out "$out" --resume --device cuda "$@")
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "no GPU is here: three steps of one prompt on the CPU"
     options=(--preset paper --out "$out" --resume --set n_steps=3 --set batch_size=1 "$@")

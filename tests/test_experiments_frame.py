@@ -367,12 +367,15 @@ def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
     assert lab.used["m"]["source"] == "diverged"
 
 
-def test_a_run_that_has_diverged_is_not_tried_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save_every", [1, 30])
+def test_a_run_that_has_diverged_is_not_tried_again(tmp_path, monkeypatch, save_every):
+    """Whether it had come to a checkpoint or not."""
     lab = quick(tmp_path, n_steps=0)
-    config = dataclasses.replace(lab.config(), n_steps=30, save_every=1, lr=1e6)
+    config = dataclasses.replace(lab.config(), n_steps=30, save_every=save_every, lr=1e6)
     assert lab.models("m", config) == []
     (note,) = lab.notes
-    assert "step" in note
+    assert ("last checkpoint: step" if save_every == 1 else "there is no checkpoint yet") in note
+    assert [place for _, _, place in lab.inventory([("m", config)])] == ["diverged"]
     monkeypatch.setattr(lab_module, "train", must_not_train)
     again = quick(tmp_path, n_steps=0)
     assert again.models("m", config) == []

@@ -21,7 +21,7 @@ from looped.model import FUSED
 from looped.pretrained import bundled_models
 from looped.train import Ramp, TrainConfig, loss, preset, train, train_seeds, trainer
 from looped.train.divergence import EXPLODED_STEPS, why_diverged
-from looped.train.loss import matrix_products, prediction_errors, state_after, window_errors
+from looped.train.loss import loops_are_fused, matrix_products, prediction_errors, state_after, window_errors
 from looped.train.recipe import PAPER
 from looped.train.trainer import Run
 
@@ -51,17 +51,19 @@ class PublishedCurriculum:
             self.value = min(self.value + self.increment, self.end)
 
 
-@pytest.mark.parametrize("task", [task for task in PAPER if task != "tabular"])
+@pytest.mark.parametrize("task", PAPER)
 def test_every_step_of_the_published_schedule(task):
+    """Tables have all their columns, and `get_batch` of train_openml.py always takes 41 points, whatever the yaml says."""
     b, window, first, last, more = {
         "sparse_linear_regression": (20, 10, 11, 41, 2),
         "decision_tree": (70, 15, 26, 101, 5),
         "relu_2nn_regression": (12, 5, 26, 101, 5),
+        "tabular": (30, 15, 41, 41, 2),
     }.get(task, (30, 15, 11, 41, 2))
     config = preset("paper", task)
     assert config.window == window
     published = {
-        "dims": PublishedCurriculum(5, 20, 1, 5000),
+        "dims": PublishedCurriculum(20 if task == "tabular" else 5, 20, 1, 5000),
         "points": PublishedCurriculum(first, last, more, 5000),
         "loops": PublishedCurriculum(window, b, 2, 500),
     }
@@ -70,7 +72,9 @@ def test_every_step_of_the_published_schedule(task):
             if step % 250 in (0, 1, 249):
                 assert getattr(config, name).at(step) == curriculum.value, (name, step)
             curriculum.update()
-    assert [getattr(config, name).at(499_999) for name in published] == [20, last, b]
+    assert [getattr(config, name).at(config.n_steps - 1) for name in published] == [20, last, b]
+    unlooped = preset("paper", task, unlooped=True)
+    assert (unlooped.dims, unlooped.points) == (config.dims, config.points)
 
 
 @pytest.mark.parametrize(("unlooped", "size", "n_layers"), [(False, 847_873, 1), (True, 9_535_233, 12)])
@@ -83,6 +87,39 @@ def test_the_paper_preset_has_the_published_sizes_and_trains(unlooped, size, n_l
     losses = [run.advance()["loss"] for _ in range(20)]
     assert all(math.isfinite(x) for x in losses)
     assert (weights(run.model) != before).float().mean() > 0.9
+
+
+@needs_engine
+def test_the_paper_preset_trains_at_the_end_of_its_curricula(monkeypatch):
+    """Its first steps have no loops before the window: they come at step 500."""
+    config = preset("paper", batch_size=1)
+    run, calls = Run.start(config), []
+    run.step = 75_000
+
+    def spy(model, prompts, n_loops):
+        calls.append((n_loops, tuple(prompts.shape), loops_are_fused(model)))
+        return state_after(model, prompts, n_loops)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "state_after", spy)
+        for _ in range(2):
+            before, numbers = weights(run.model), run.advance()
+            assert (numbers["n_loops"], numbers["n_live"], numbers["n_points"]) == (30, 20, 41)
+            assert math.isfinite(numbers["loss"])
+            assert (weights(run.model) != before).float().mean() > 0.9
+    assert calls == [(15, (1, 81, 20), True)] * 2
+    pairs = config.make_task().sample(1, 41, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        fused, _ = window_errors(run.model, *pairs, n_loops=30, window=15)
+        monkeypatch.setattr(loss, "loops_are_fused", lambda model: False)
+        plain, _ = window_errors(run.model, *pairs, n_loops=30, window=15)
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_the_paper_preset_has_the_published_precision():
+    for twin in ({}, {"tied": True}, {"unlooped": True}):
+        assert {preset("paper", task, **twin).precision for task in PAPER} == {"tf32"}
+        assert {preset(name, task, **twin).precision for name in ("tiny", "small") for task in PAPER} == {"fp32"}
 
 
 def test_small_numbers_by_task():
@@ -179,6 +216,24 @@ def test_tf32_is_on_inside_and_put_back():
     with matrix_products("fp32"):
         assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_tf32_is_float32_on_a_cpu():
+    runs = [Run.start(preset("small", batch_size=4, precision=precision)) for precision in ("fp32", "tf32")]
+    for run in runs:
+        run.step = 10_000  # with loops before the window, and all dimensions
+        run.advance()
+    assert torch.equal(*(weights(run.model) for run in runs))
+
+
+def test_a_checkpoint_of_before_there_were_precisions_is_of_float32(tmp_path):
+    whole = train(tiny(), tmp_path, progress=False)
+    state = checkpoint.load_training_state(tmp_path / "state.pt")
+    del state["config"]["precision"]
+    checkpoint.write_training_state(tmp_path / "state.pt", state)
+    assert torch.equal(weights(train(tiny(), tmp_path, resume=True, progress=False)), weights(whole))
+    with pytest.raises(ValueError, match=r"has another precision \(fp32, not tf32\); use its values"):
+        train(tiny(precision="tf32"), tmp_path, resume=True, progress=False)
 
 
 def test_a_fixed_set_of_prompts_is_all_that_is_seen(monkeypatch):
@@ -309,6 +364,19 @@ def test_divergence_names_the_step_and_keeps_the_last_good_checkpoint(tmp_path, 
     assert not (tmp_path / "model").exists()
 
 
+def test_divergence_before_the_first_checkpoint_names_none(tmp_path, monkeypatch):
+    config = tiny(n_steps=12, save_every=5)
+    explode_from(monkeypatch, 3, math.nan)
+    with pytest.raises(FloatingPointError, match=r"is not finite at step 4; .* \(there is no checkpoint yet\)$"):
+        train(config, tmp_path, progress=False)
+    assert not (tmp_path / "state.pt").exists()
+    note = json.loads((tmp_path / "diverged.json").read_text())
+    assert (note["step"], note["checkpoint"]) == (4, None)
+    assert why_diverged(config, tmp_path) == note["reason"]
+    with pytest.raises(FloatingPointError, match="is not finite at step 4"):
+        train(config, tmp_path, resume=True, progress=False)
+
+
 def test_a_damaged_note_of_divergence_is_passed_over(tmp_path, monkeypatch, caplog):
     config, path = tiny(n_steps=12, save_every=4), tmp_path / "diverged.json"
     with monkeypatch.context() as patch:
@@ -389,6 +457,7 @@ def test_the_device_script_runs_without_a_gpu(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "step 3 of 3 after" in done.stdout
+    assert json.loads((tmp_path / "run" / "train.json").read_text())["precision"] == "tf32"
     assert (tmp_path / "run" / "evaluation" / "evaluation.json").exists()
 
 

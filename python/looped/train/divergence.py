@@ -43,8 +43,8 @@ def at_the_end(step: int, n_exploded: int) -> str:
     )
 
 
-def note(config: TrainConfig, folder: Path, step: int, checkpoint: int, reason: str) -> None:
-    """Leave `diverged.json`: at which step, why, and which checkpoint is the last good one."""
+def note(config: TrainConfig, folder: Path, step: int, checkpoint: int | None, reason: str) -> None:
+    """Leave `diverged.json`: at which step, why, and the step of the last good checkpoint (null where there is none)."""
     content: dict[str, Any] = {"step": step, "reason": reason, "checkpoint": checkpoint, "config": config.to_dict()}
     write_atomically(folder / FILE, json.dumps(content, indent=2).encode())
 
@@ -52,8 +52,8 @@ def note(config: TrainConfig, folder: Path, step: int, checkpoint: int, reason: 
 def why_diverged(config: TrainConfig, folder: Path) -> str | None:
     """What ended this very run in the folder, where it diverged; else None.
 
-    A note that is cut or damaged counts as none, with a warning in the log: the run then goes on from its last checkpoint, and
-    leaves a new note where it diverges again.
+    A note that is cut or damaged counts as none, with a warning in the log: the run then goes on from its last checkpoint, or
+    starts again where there is none, and leaves a new note where it diverges again.
     """
     path = folder / FILE
     if not path.exists():

@@ -168,8 +168,8 @@ def train(
 
     Raises ValueError for a device that does not work here, where the folder holds a run and `resume` is False, or a run or
     models of another configuration; OSError where a checkpoint cannot be written (the one before it is left whole);
-    FloatingPointError where training diverges or ends while it does (the last checkpoint before it is kept, `diverged.json`
-    says where, and resuming raises it again).
+    FloatingPointError where training diverges or ends while it does (the last checkpoint before it, if there is one, is kept,
+    `diverged.json` says where, and resuming raises it again).
     """
     folder, device = Path(folder), usable_device(device)
     folder.mkdir(parents=True, exist_ok=True)
@@ -213,8 +213,9 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
         return f"the checkpoint of step {saved_step} is whole, resume from it" if saved_step else "there is no checkpoint yet"
 
     def diverge(step: int, reason: str) -> FloatingPointError:
-        divergence.note(config, folder, step, saved_step, reason)
-        return FloatingPointError(f"{reason} (last checkpoint: step {saved_step})")
+        divergence.note(config, folder, step, saved_step or None, reason)
+        last = f"last checkpoint: step {saved_step}" if saved_step else "there is no checkpoint yet"
+        return FloatingPointError(f"{reason} ({last})")
 
     def save() -> None:
         nonlocal saved_step
@@ -278,7 +279,7 @@ def _load_into(run: Run, folder: Path, resume: bool) -> None:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
     state = load_training_state(folder / "state.pt")
     now, before = run.config.to_dict(), state.get("config", {})
-    before = {**{name: now[name] for name in NEWER_FIELDS if now[name] == DEFAULTS[name]}, **before}
+    before = {**{name: DEFAULTS[name] for name in NEWER_FIELDS}, **before}
     different = [f"{name} ({before.get(name)}, not {now[name]})" for name in now if now[name] != before.get(name)]
     if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
