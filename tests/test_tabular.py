@@ -151,26 +151,25 @@ def test_wrong_uses_are_named(tmp_path):
 # OpenML
 
 
-def write_cached(folder, data_id, name, n_rows, n_features=6, classes=("N", "P"), share=0.5, nominal=False):
-    """A table as `fetch_openml` caches it."""
+def write_cached(folder, data_id, name, n_rows, n_features=6, classes=("N", "P"), share=0.5, nominal=0, ignored=False):
+    """A table as `fetch_openml` caches it; ignored: its nominal columns are marked as not to be used."""
     rng = np.random.default_rng(data_id)
     X = rng.normal(size=(n_rows, n_features)).round(4)
     labels = np.where(np.arange(n_rows) < share * n_rows, classes[0], classes[-1])
     columns = [f"x{i}" for i in range(n_features)]
     arff = [f"@relation {name}", *(f"@attribute {column} numeric" for column in columns)]
-    if nominal:
-        arff.append("@attribute colour {red,blue}")
+    colours = [f"colour{i}" for i in range(nominal)]
+    arff += [f"@attribute {colour} {{red,blue}}" for colour in colours]
     arff += ["@attribute class {" + ",".join(classes) + "}", "@data"]
-    colour = ["red"] if nominal else []
-    arff += [",".join([*map(str, row), *colour, label]) for row, label in zip(X, labels, strict=True)]
+    arff += [",".join([*map(str, row), *["red"] * nominal, label]) for row, label in zip(X, labels, strict=True)]
     content = "\n".join(arff).encode()
 
-    def feature(i, column, kind, target="false"):
+    def feature(i, column, kind, target="false", ignore="false"):
         told = dict(index=str(i), name=column, data_type=kind, is_target=target)
-        return told | dict(is_ignore="false", is_row_identifier="false", number_of_missing_values="0")
+        return told | dict(is_ignore=ignore, is_row_identifier="false", number_of_missing_values="0")
 
     features = [feature(i, column, "numeric") for i, column in enumerate(columns)]
-    features += [feature(n_features, "colour", "nominal")] if nominal else []
+    features += [feature(n_features + i, colour, "nominal", ignore=str(ignored).lower()) for i, colour in enumerate(colours)]
     features.append(feature(len(features), "class", "nominal", "true"))
     description = dict(id=str(data_id), name=name, version="1", format="ARFF", status="active", description="by hand")
     description |= dict(file_id=str(data_id), md5_checksum=hashlib.md5(content).hexdigest())
@@ -205,15 +204,18 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_scikit_learns_cache_is_read_without_a_network(cache):
-    X, labels = write_cached(cache, 7, "good", 1000, nominal=True)
+    X, labels = write_cached(cache, 7, "good", 1000, nominal=1)
     write_cached(cache, 12, "wide", 1200, share=0.4)
     write_cached(cache, 13, "small", 500)
     write_cached(cache, 14, "lopsided", 1000, share=0.8)
     write_cached(cache, 15, "fri_c0", 1000)
     write_cached(cache, 16, "three", 1000, classes=("a", "b"), n_features=3)
     write_cached(cache, 17, "good", 1000)
+    write_cached(cache, 18, "many", 1000, n_features=8, nominal=30)
+    write_cached(cache, 19, "ignored", 1000, n_features=8, nominal=12, ignored=True)  # openml.org counts them too
+    write_cached(cache, 20, "full", 1000, nominal=13)
     tables = load_tables(str(cache))
-    assert [table.name for table in tables] == ["good", "wide"]
+    assert [(table.name, table.n_columns) for table in tables] == [("good", 8), ("wide", 7), ("full", 20)]
     np.testing.assert_allclose(tables[0].X, X)  # the nominal column is dropped
     assert tables[0].y.tolist() == (labels == "P").astype(int).tolist()
     pairs = make_task("tabular", 8, source=str(cache), leave_out="good").sample(3, 4, generator=seeded())
@@ -313,6 +315,10 @@ def test_the_filters_of_the_list():
     ("table", "reason"),
     [
         (Table("t", np.zeros((1000, 4)), np.arange(1000) % 2), "4 numeric features"),
+        (Table("t", np.zeros((1000, 20)), np.arange(1000) % 2), "21 columns with its label, not 20"),
+        (Table("t", np.zeros((1000, 19)), np.arange(1000) % 2), None),
+        (Table("t", np.zeros((1000, 8)), np.arange(1000) % 2, 39), "39 columns"),
+        (Table("t", np.zeros((1000, 8)), np.arange(1000) % 2, 20), None),
         (Table("t", np.zeros((999, 5)), np.arange(999) % 2), "999 rows"),
         (Table("t", np.zeros((1000, 5)), np.arange(1000) % 3), "one of two classes"),
         (Table("t", np.zeros((1000, 5)), np.full(1000, -1)), "one of two classes"),
@@ -338,7 +344,7 @@ def test_tables_are_trained_on_as_classes(tmp_path):
     losses = [run.advance()["loss"] for _ in range(3)]
     assert all(0.3 < loss < 2 for loss in losses)
     paper = preset("paper", "tabular")
-    assert (paper.batch_size, paper.n_steps, paper.dims.start, paper.points.end, paper.loops.end) == (40, 100_000, 20, 41, 30)
+    assert (paper.batch_size, paper.n_steps, paper.dims.start, paper.points.start, paper.loops.end) == (40, 100_000, 20, 41, 30)
     model = looped.LoopedTransformer(paper.model)
     assert sum(p.numel() for p in model.parameters()) == 847_873 + 257  # one more logit
 

@@ -7,6 +7,7 @@ downloaded; or a folder in the layout of `sklearn.datasets.fetch_openml(data_hom
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import logging
 import urllib.request
@@ -35,11 +36,15 @@ N_TABLES = 10  # the authors found ten; of more, those with the smallest ids are
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table of N rows: X float64 [N, f], numeric features; y int64 [N], 0 or 1."""
+    """A table of N rows: X float64 [N, f], numeric features; y int64 [N], 0 or 1.
+
+    n_columns: all columns of the source, those that are not numeric and the label among them; None: those of X and the label.
+    """
 
     name: str
     X: np.ndarray
     y: np.ndarray
+    n_columns: int | None = None
 
     @property
     def majority(self) -> float:
@@ -140,21 +145,32 @@ def read_openml(data_id: int, folder: Path) -> Table:
     y = np.unique(labels.astype(str), return_inverse=True)[1].astype(np.int64)
     if labels.dtype.kind == "f":  # a numeric target is no label
         y = np.full(len(labels), -1)
-    return Table(bunch.details["name"], np.asarray(bunch.data, dtype=np.float64)[:, numeric], y)
+    X = np.asarray(bunch.data, dtype=np.float64)[:, numeric]
+    return Table(bunch.details["name"], X, y, _n_columns(data_id, folder))
+
+
+def _n_columns(data_id: int, folder: Path) -> int:
+    """All columns of a cached table, as openml.org's NumberOfFeatures counts them: with label, nominal ones and row numbers."""
+    with gzip.open(folder / CACHE / "features" / f"{data_id}.gz") as file:
+        return len(json.load(file)["data_features"]["feature"])
 
 
 def why_left_out(table: Table, known: list[str]) -> str | None:
     """Why the authors' filters leave a table out; None where it passes.
 
-    5 to 20 numeric features, 1,000 to 10,000 rows, two classes, the smaller at least half of the larger, nothing missing, a
-    name of its own without "fri" (families of synthetic tables).
+    5 numeric features or more, 20 columns or fewer with the label and those that are not numeric, 1,000 to 10,000 rows, two
+    classes, the smaller at least half of the larger, nothing missing, a name of its own without "fri" (families of synthetic
+    tables).
     """
-    n_rows, n_features = table.X.shape
+    n_rows, n_numeric = table.X.shape
+    n_columns = n_numeric + 1 if table.n_columns is None else table.n_columns
     counts = np.bincount(np.maximum(table.y, 0), minlength=2)
     if table.name in known or "fri" in table.name:
         return "its name is known, or one of the synthetic fri tables"
-    if not 5 <= n_features <= 20:
-        return f"it has {n_features} numeric features, not 5 to 20"
+    if n_numeric < 5:
+        return f"it has {n_numeric} numeric features, not 5 or more"
+    if n_columns > 20:
+        return f"it has {n_columns} columns with its label, not 20 or fewer"
     if not 1000 <= n_rows <= 10_000:
         return f"it has {n_rows} rows, not 1,000 to 10,000"
     if (table.y < 0).any() or len(counts) != 2:
