@@ -248,14 +248,16 @@ def test_gd_network_takes_batches_of_the_prefix_and_follows_its_seed() -> None:
 
 @pytest.mark.parametrize("max_depth", [None, 2, 4])
 @pytest.mark.parametrize("seed", [0, 3])
-def test_tree_equals_scikit_learn(max_depth: int | None, seed: int) -> None:
+@pytest.mark.parametrize("signs", [False, True])
+def test_tree_equals_scikit_learn(max_depth: int | None, seed: int, signs: bool) -> None:
     xs, ys = pairs(2, 12, 4, task="decision_tree")
+    seen = xs.sign() if signs else xs
 
     def oracle(X: np.ndarray, y: np.ndarray, query: np.ndarray) -> float:
         return float(DecisionTreeRegressor(max_depth=max_depth, random_state=seed).fit(X, y).predict(query[None])[0])
 
-    predictions = DecisionTreeBaseline(max_depth, seed).predict(xs, ys)
-    np.testing.assert_allclose(predictions, per_prefix(xs, ys, oracle), rtol=1e-6)
+    predictions = DecisionTreeBaseline(max_depth, seed, signs).predict(xs, ys)
+    np.testing.assert_allclose(predictions, per_prefix(seen, ys, oracle), rtol=1e-6)
 
 
 def test_xgboost_equals_its_native_interface() -> None:
@@ -434,8 +436,10 @@ def test_baselines_of_a_task_are_those_published() -> None:
     assert make_task("noisy_linear_regression", 3).noise_std ** 2 == pytest.approx(0.01)
     assert more["sparse_linear_regression"] == [Lasso(alpha=0.01)]
     assert more["relu_2nn_regression"] == [GradientDescentNetwork()]
-    on_signs = [DecisionTreeBaseline(signs=True), XGBoost(signs=True)]
-    assert more["decision_tree"] == [DecisionTreeBaseline(), DecisionTreeBaseline(max_depth=4), XGBoost(), *on_signs]
+    trees = {(tree.signs, tree.max_depth) for tree in more["decision_tree"] if isinstance(tree, DecisionTreeBaseline)}
+    assert {(False, 2), (True, 4)} < trees, "the two of Fig. 10"
+    assert trees == {(False, None), (False, 2), (False, 4), (True, None), (True, 4)}
+    assert [one for one in more["decision_tree"] if one.kind != "decision_tree"] == [XGBoost(), XGBoost(signs=True)]
 
 
 def test_baselines_fit_the_numbers_of_a_task() -> None:
@@ -443,8 +447,13 @@ def test_baselines_fit_the_numbers_of_a_task() -> None:
     assert baselines_for(make_task("noisy_linear_regression", 3, std=0.0))[3:] == []
     both = [GradientDescentNetwork(), GradientDescentNetwork(hidden=8)]
     assert baselines_for(make_task("relu_2nn_regression", 3, hidden=8))[3:] == both
-    assert DecisionTreeBaseline(max_depth=2) in baselines_for(make_task("decision_tree", 3, depth=2))
-    assert DecisionTreeBaseline() in baselines_for(make_task("decision_tree", 3, depth=0))
+    on_x = [DecisionTreeBaseline(), DecisionTreeBaseline(max_depth=2)]
+    on_signs = [DecisionTreeBaseline(signs=True), DecisionTreeBaseline(max_depth=3, signs=True)]
+    assert baselines_for(make_task("decision_tree", 3, depth=3))[3:8] == [*on_x, DecisionTreeBaseline(max_depth=3), *on_signs]
+    for depth in (0, 2):
+        trees = [one for one in baselines_for(make_task("decision_tree", 3, depth=depth)) if one.kind == "decision_tree"]
+        as_deep = [DecisionTreeBaseline(max_depth=depth, signs=True)] if depth else []
+        assert trees == [*on_x, on_signs[0], *as_deep], "each once"
 
 
 def test_trees_on_signs_are_trees_of_the_signs() -> None:

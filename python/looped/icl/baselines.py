@@ -340,9 +340,11 @@ def _of_network(task: tasks.ReLURegression) -> list[Baseline]:
 
 
 def _of_tree(task: tasks.DecisionTree) -> list[Baseline]:
-    as_deep = [DecisionTreeBaseline(max_depth=task.depth)] if task.depth else []
-    on_signs = [DecisionTreeBaseline(signs=True), XGBoost(signs=True)]
-    return [DecisionTreeBaseline(), *as_deep, XGBoost(), *on_signs]
+    """Fig. 10 of Yang et al. has the tree of depth 2 on x and the one as deep as the task's on signs."""
+    as_deep = [task.depth] if task.depth else []
+    on_x = [DecisionTreeBaseline(max_depth=depth) for depth in dict.fromkeys([None, 2, *as_deep])]
+    on_signs = [DecisionTreeBaseline(max_depth=depth, signs=True) for depth in [None, *as_deep]]
+    return [*on_x, *on_signs, XGBoost(), XGBoost(signs=True)]
 
 
 _MORE: dict[str, Callable[[Any], list[Baseline]]] = {
@@ -363,9 +365,10 @@ def make_baseline(name: str, **options: Any) -> Baseline:
 def baselines_for(task: tasks.Task | str) -> list[Baseline]:
     """The baselines published for a task (of a name: with the numbers that the papers give it), fitted to its numbers.
 
-    Ridge has the variance of the noise; trees are greedy with no limit and as deep as the task's, on x and on its signs;
-    networks have the published 100 units and as many as the task's. Those that need an optional package are listed where it is
-    missing: ask `is_available`. Raises ValueError that names the nearest, or all, for an unknown task.
+    Ridge has the variance of the noise; greedy trees have no limit, depth 2 and the depth of the task's on x, and no limit and
+    the depth of the task's on its signs; networks have the published 100 units and as many as the task's. Those that need an
+    optional package are listed where it is missing: ask `is_available`. Raises ValueError that names the nearest, or all, for
+    an unknown task.
     """
     name = task if isinstance(task, str) else task.name
     more = _lookup("task", _MORE, name)
