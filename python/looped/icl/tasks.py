@@ -256,7 +256,10 @@ class DecisionTree(Task):
 
 @dataclass(frozen=True)
 class PromptPool:
-    """A fixed set of distinct prompts of a task; batches are drawn from it with replacement (sample efficiency)."""
+    """A fixed set of distinct prompts of a task; batches are drawn from it with replacement (sample efficiency).
+
+    The authors' loader differs: it shuffles the set and goes through all of it before any prompt comes again.
+    """
 
     pairs: Pairs
 
