@@ -28,12 +28,14 @@ from looped.experiments import sample_efficiency as sets
 from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
 from looped.experiments.catalog import models_of
 from looped.experiments.measure import Measured, single
+from looped.icl.baselines import baselines_for
 from looped.icl.evaluate import batches
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.probe import Probes, targets_of
 from looped.icl.prompts import interleave
 from looped.icl.shifts import SHIFTS
 from looped.icl.tasks import LinearRegression, SparseLinearRegression
+from looped.report.outcomes import COLORS
 from looped.train import Ramp, preset
 from looped.train.shortfall import shortfall
 
@@ -79,7 +81,10 @@ def test_presets_share_their_runs_names(folder):
         runs += [architecture.run_with(lab, f, v) for f, values in architecture.VALUES[name].items() for v in values]
         for label, config in runs:
             assert known.setdefault(label, config) == config, label
-        assert len({json.dumps(config.to_dict(), sort_keys=True) for config in known.values()}) == len(known)
+        same = {}  # whether its options name what is the task's default or not
+        for label, config in known.items():
+            what = config.to_dict() | {"task_options": {}}
+            assert same.setdefault(json.dumps([what, repr(config.make_task())]), label) == label
 
 
 def test_every_run_is_as_long_as_its_curriculum(folder):
@@ -105,13 +110,15 @@ def test_small_runs_of_functions_are_the_presets_own():
         "sparse_linear_regression_unlooped",
         preset("small", "sparse_linear_regression", unlooped=True),
     )
-    name, config = sparsity.run_of(Lab("paper", "x"), 3, unlooped=False)
-    assert (name, config.model.n_loops, config.window, config.loops) == (
-        "sparse_linear_regression_s3",
-        30,
-        15,
-        Ramp(15, 30, 2, 500),
-    )
+    lab = Lab("paper", "x")
+    for s in (3, 6):
+        name, config = sparsity.run_of(lab, s, unlooped=False)
+        assert (config.model.n_loops, config.window, config.loops) == (30, 15, Ramp(15, 30, 2, 500))
+        assert config.make_task().sparsity == s
+        assert name == ("sparse_linear_regression_b30_T15" if s == 3 else "sparse_linear_regression_s6")
+    task, unlooped = "sparse_linear_regression", "sparse_linear_regression_unlooped"
+    assert sparsity.run_of(lab, 3, unlooped=True) == (unlooped, lab.config(task, unlooped=True))
+    assert sparsity.run_of(lab, 6, unlooped=True)[0] == "sparse_linear_regression_s6_unlooped"
 
 
 # fixed-point
@@ -304,6 +311,11 @@ def test_functions_claims():
     trees["xgboost"] = Measured(single([1.0, 0.1]), [], 0.0)
     assert not functions._claims("decision_tree", trees, 1)[1].holds
     assert functions._claims("decision_tree", trees, 1)[0].holds is None
+
+
+def test_every_baseline_of_a_task_has_a_colour_of_its_own():
+    colours = COLORS["baseline"]
+    assert len(set(colours)) == len(colours) >= max(len(baselines_for(task)) for task in functions.TASKS)
 
 
 def test_shift_claims():

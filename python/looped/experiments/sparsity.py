@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 from looped.experiments.lab import Lab, Run
+from looped.experiments.loops_and_window import published_run
 from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_all, part_of
 from looped.icl.baselines import Lasso
-from looped.train import Ramp
 
 TASK = "sparse_linear_regression"
 SPARSITIES = {"tiny": (1, 2), "small": (1, 2, 4, 6), "paper": (1, 3, 6, 9, 12)}
@@ -19,13 +19,13 @@ ENOUGH = 0.1  # of the variance: the error whose number of examples is compared
 
 
 def run_of(lab: Lab, sparsity: int, *, unlooped: bool) -> Run:
-    """The run at a sparsity, under the name that other experiments know it by where it is the preset's own."""
-    own = lab.config(TASK, unlooped=unlooped)
-    config = dataclasses.replace(own, task_options={"sparsity": sparsity})
-    if lab.preset == "paper" and not unlooped:  # b = 30 and T = 15 serve every sparsity
-        config = dataclasses.replace(config, model=config.model.replace(n_loops=30), window=15, loops=Ramp(15, 30, 2, 500))
+    """The run at a sparsity; of the task's own sparsity, whether its options name it or not, the one that others train too."""
     kind = "_unlooped" if unlooped else ""
-    return TASK + kind if config == own else f"{TASK}_s{sparsity}{kind}", config
+    name, own = TASK + kind, lab.config(TASK, unlooped=unlooped)
+    if lab.preset == "paper" and not unlooped:  # b = 30 and T = 15 serve every sparsity
+        name, own = published_run(lab, TASK, 30, 15)
+    config = dataclasses.replace(own, task_options={"sparsity": sparsity})
+    return (name, own) if config.make_task() == own.make_task() else (f"{TASK}_s{sparsity}{kind}", config)
 
 
 def runs(lab: Lab) -> dict[tuple[int, str], Run]:
