@@ -78,6 +78,7 @@ def test_presets_share_their_runs_names(folder):
         runs += [sparsity.run_of(lab, s, unlooped=u) for s in sparsity.SPARSITIES[name] for u in (False, True)]
         for task, one in grid.GRIDS[name].items():
             runs += [grid.published_run(lab, task, b, T) for b in one.loops for T in one.windows if b >= T]
+        runs += [run for one in (grid, shift, probe, architecture) for run in one.runs(lab).values()]
         runs += [architecture.run_with(lab, f, v) for f, values in architecture.VALUES[name].items() for v in values]
         for label, config in runs:
             assert known.setdefault(label, config) == config, label
@@ -171,10 +172,23 @@ def test_fixed_point_claims():
 def test_grid_runs_follow_the_published_recipe(folder):
     name, config = grid.published_run(Lab("small", folder), "linear_regression", 30, 12)
     assert name == "linear_regression_b30_T12"
-    assert (config.model.n_loops, config.window, config.loops) == (30, 12, Ramp(12, 30, 1, 300))
+    assert (config.model.n_loops, config.window, config.loops) == (30, 12, Ramp(12, 30, 1, 148))
     assert (config.rest_weight, config.extra_loops, config.n_steps) == (0.0, 0, 8000)
     paper = grid.published_run(Lab("paper", folder), "decision_tree", 70, 15)[1]
     assert paper == dataclasses.replace(preset("paper", "decision_tree"))
+
+
+@pytest.mark.parametrize("preset_name", ["tiny", "small", "paper"])
+def test_every_grid_run_has_its_loops_while_it_learns(folder, preset_name):
+    """A ramp that ends where the learning rate does would leave a run of many loops and a small window without training."""
+    lab = Lab(preset_name, folder)
+    for (task, n_loops, window), (_, config) in grid.of_grid(lab).items():
+        own, loops = lab.config(task).loops, config.loops
+        assert (loops.start, loops.end, loops.increment) == (window, n_loops, own.increment)
+        assert loops.every == own.every if preset_name == "paper" else loops.every <= own.every
+        reached = next(step for step in range(config.n_steps) if loops.at(step) == n_loops)
+        assert reached <= config.n_steps / 3, (n_loops, window)
+        assert config.lr_at(max(reached, config.warmup_steps)) > 0.75 * config.lr, (n_loops, window)
 
 
 def test_grid_claims_and_divergence(folder, monkeypatch):
@@ -195,7 +209,7 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     claims = grid._claims("linear_regression", wider, found)
     assert [claim.holds for claim in claims] == [True] * 4 + [None], "the first four are of the least and the largest b"
     assert claims[-1].measured == "0.35 at T=1, 0.15 at T=2 (2 of 3 values of b measured)"
-    assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == 2
+    assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == [2]
     assert grid._row(errors(3, 0.5, 1.1), 3)[-1] == "yes"
 
     def diverge(*args, **kwargs):
@@ -203,11 +217,149 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
 
     monkeypatch.setattr("looped.experiments.lab.train", diverge)
     outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
+    assert all("(here: " in claim.text and "\n" not in claim.text for claim in outcome.claims)
     assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
     assert [(claim.measured, claim.holds) for claim in outcome.claims] == [
         *[("no model of b=3 and b=4", None)] * 4,
         ("- (0 of 2 values of b measured)", None),
     ]
+
+
+def test_a_worse_model_is_not_sooner_at_the_fixed_point():
+    """It is near its own least error at once, and the better one is below that error by then."""
+    worse, better = [1.0, 0.8, 0.8, 0.8, 0.8, 0.8], [1.0, 0.5, 0.3, 0.2, 0.1, 0.1]
+    assert grid.settled_at(worse, better) == [2, 2]
+    assert grid.settled_at(better) == [5]
+    found = {(2, 1): worse, (6, 1): better}
+    sooner = grid._claims("linear_regression", grid.Grid((2, 6), (1,)), found)[1]
+    assert (sooner.holds, sooner.measured) == (False, "loop 2 at b=2, 2 at b=6")
+    assert sooner.text.endswith("(here: b=2 before b=6, each at 1.1 x the larger of their least errors)")
+    layers = {"n_core": {1: better, 2: worse}, "d_model": {}, "n_heads": {}}
+    claims = architecture._claims(layers, 2, {"n_core": (1, 2), "d_model": (8, 16), "n_heads": (1, 2, 4)})
+    assert (claims[0].holds, claims[0].measured) == (False, "1: loop 2, 2: loop 2")
+
+
+def test_loops_to_the_fixed_point_saturate():
+    """Of linear regression where the grid has 40 and 50 loops: as many loops to an error that both reach."""
+
+    def at(loop):
+        return [1.0] * (loop - 1) + [0.1] * (250 - loop)
+
+    wide = grid.Grid((12, 40, 50), (5, 15))
+    found = {(40, 15): at(20), (50, 15): at(24)}
+    claim = grid._claims("linear_regression", wide, found)[-1]
+    assert claim.text.startswith("linear regression, T=15: from b=40 on the loops to the fixed point do not depend on b (here:")
+    assert (claim.figure, claim.holds, claim.measured) == ("Fig. 4", True, "loop 20 at b=40, 24 at b=50")
+    found[50, 15] = at(25)
+    assert grid._claims("linear_regression", wide, found)[-1].holds is False
+    del found[40, 15]
+    lost = grid._claims("linear_regression", wide, found)[-1]
+    assert (lost.holds, lost.measured) == (None, "no model of b=40")
+    for name, one in (("decision_tree", wide), ("linear_regression", grid.Grid((12, 40), (5, 15)))):
+        assert not any("do not depend" in claim.text for claim in grid._claims(name, one, {}))
+
+
+def test_two_tasks_at_one_b_and_window():
+    """Fig. 9: linear regression diverges where sparse linear regression does not."""
+
+    def errors(after):
+        return [1.0] * 19 + [0.1] + [after] * 80
+
+    paper = grid.GRIDS["paper"]
+    sets = {"linear_regression": {(20, 10): errors(0.3)}, "sparse_linear_regression": {(20, 10): errors(0.1)}}
+    (claim,) = grid._across_tasks(paper, sets)
+    assert (claim.figure, claim.holds) == ("Fig. 9", True)
+    assert claim.measured == "5 b / b: 3.00 x linear regression, 1.00 x sparse linear regression"
+    assert claim.text == (
+        "T=10, b=20: linear regression diverges and sparse linear regression does not (here: to 5 b by more than 2 x, and not)"
+    )
+    for linear, sparse in ((0.1, 0.1), (0.3, 0.3)):
+        both = dict(zip(sets, ({(20, 10): errors(linear)}, {(20, 10): errors(sparse)}), strict=True))
+        assert grid._across_tasks(paper, both)[0].holds is False
+    (lost,) = grid._across_tasks(paper, sets | {"sparse_linear_regression": {}})
+    assert (lost.holds, lost.measured) == (None, "no model of sparse linear regression")
+    assert grid._across_tasks(grid.GRIDS["small"], {"linear_regression": {}}) == []
+
+
+def test_the_grid_names_the_figures_that_it_has(folder, monkeypatch):
+    """Fig. 9 is of several tasks; the unlooped model is there where it has as many layers as a model has loops."""
+    models = {2: icl_model(std=0.1, n_dims=2, n_points=5, n_loops=2, dtype=torch.float32)}
+    twin = icl_model(
+        std=0.2, n_dims=2, n_points=5, n_loops=1, n_core=2, inject="none", state_init="embedding", dtype=torch.float32
+    )
+    monkeypatch.setattr(
+        Lab, "models", lambda self, name, config: [twin] if config.model.n_loops == 1 else [models[config.model.n_loops]]
+    )
+    one, both = grid.Grid((2,), (1, 2)), {}
+    for tasks in (1, 2):
+        monkeypatch.setitem(grid.GRIDS, "tiny", dict.fromkeys(("linear_regression", "sparse_linear_regression")[:tasks], one))
+        outcome = both[tasks] = run_experiment("loops-and-window", quick(folder, n_prompts=9))
+        assert outcome.figures == ("Fig. 4, appendix B", "Fig. 4, 9, appendix B")[tasks - 1]
+    pairs = next(batches(LinearRegression(2), 9, 5, 0, 9))
+    looped_error, error = (
+        (LoopedPredictor(model).predict(*pairs)[:, -1] - pairs.ys[:, -1]).square().mean().item() / 2
+        for model in (models[2], twin)
+    )
+    row = next(row for row in both[1].sheet.rows if row[1] == "2 unlooped layers")
+    assert row == ["linear_regression", "2 unlooped layers", None, pytest.approx(error, rel=1e-4), *[None] * 5]
+    claim = both[1].claims[-1]
+    ratio = looped_error / error
+    assert claim.text == (
+        "linear regression: b=2 does not match the unlooped model of 2 layers (here: more than 1.3 x its error, at every T)"
+    )
+    assert (claim.measured, claim.holds) == (f"{ratio:.2f} x at T=1, {ratio:.2f} x at T=2", ratio > 1.3)
+
+
+def test_the_grid_beside_the_unlooped_model(folder, monkeypatch):
+    lab = Lab("small", folder, n_prompts=8)
+    run = grid.runs(lab)[grid.UNLOOPED]
+    assert run == ("linear_regression_unlooped", preset("small", unlooped=True))
+    assert grid.UNLOOPED not in grid.runs(Lab("tiny", folder))
+    assert grid.runs(Lab("paper", folder))[grid.UNLOOPED][1] == preset("paper", unlooped=True)
+    twin = icl_model(std=0.1, n_dims=5, n_points=11, dtype=torch.float32)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [twin])
+    rows = []
+    grid._beside_unlooped(lab, run, {}, rows)
+    error = rows[0][3]
+    found = {(12, window): [9.0] * 11 + [ratio * error] for window, ratio in ((4, 1.4), (12, 1.31))}
+    claim = grid._beside_unlooped(lab, run, found, rows)
+    told = "; trained for 8,000 steps, the unlooped one for 16,000"
+    assert (claim.holds, claim.measured) == (True, f"1.40 x at T=4, 1.31 x at T=12{told}")
+    found[12, 12][11] = 1.2 * error
+    assert grid._beside_unlooped(lab, run, found, rows).holds is False
+    found[12, 12][11] = 1.4 * error
+    del found[12, 4]
+    part = grid._beside_unlooped(lab, run, found, rows)
+    assert (part.holds, part.measured) == (None, f"1.40 x at T=12 (1 of 2 windows measured){told}")
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [])
+    assert grid._beside_unlooped(Lab("small", folder, n_steps=9), run, found, rows).measured == "- (0 of 2 windows measured)"
+    assert len(rows) == 4, "one for each time that there was a model"
+
+
+def test_one_looped_layer_beside_unlooped_layers(folder, monkeypatch):
+    lab = Lab("small", folder, n_prompts=8)
+    wanted = architecture.runs(lab)
+    assert wanted["unlooped", 12] == ("linear_regression_unlooped", preset("small", unlooped=True)), "a bundled one"
+    assert architecture.runs(Lab("paper", folder))["unlooped", 8][1].model.n_core == 8
+    twin = icl_model(std=0.1, n_dims=5, n_points=11, dtype=torch.float32)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [twin])
+    rows = []
+
+    def claim_of(*errors):
+        by_layers = {1: Measured(single(list(errors)), [], 0.0)} if errors else {}
+        return architecture._beside_unlooped(lab, wanted, by_layers, rows)
+
+    assert (claim_of().holds, claim_of().measured) == (None, "-")
+    error, told = rows[0][3], "; trained for 8,000 steps, the unlooped one for 16,000"
+    assert rows[0] == ["unlooped layers", 12, sum(p.numel() for p in twin.parameters()), error, None, None, None]
+    later, sooner, never = ([9.0 * error] * n + [1.29 * error] * (20 - n) for n in (12, 11, 20))
+    assert (claim_of(*later).holds, claim_of(*later).measured) == (True, f"loop 13{told}")
+    assert (claim_of(*sooner).holds, claim_of(*sooner).measured) == (False, f"loop 12{told}")
+    assert (claim_of(*never).holds, claim_of(*never).measured) == (False, f"none of 20 loops, at the best 9.00 x{told}")
+    text = "one looped layer matches 12 unlooped layers, after more loops than these are (here: its first loop within 1.3 x of "
+    assert claim_of(*later).text == text + "their error)"
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [])
+    assert claim_of(*later).holds is None
 
 
 def test_sets_of_prompts_have_no_curriculum(folder):
@@ -219,6 +371,7 @@ def test_sets_of_prompts_have_no_curriculum(folder):
     assert (unlooped.model.n_core, unlooped.loops, unlooped.window) == (12, Ramp(1, 1), 1)
     errors = {"looped": {10: 0.2, 20: 0.1, 30: 0.3}, "unlooped": {10: 0.5, 20: 0.2, 30: 0.1}}
     assert sets._claim(5, errors, (10, 20, 30)).holds
+    assert sets._claim(5, errors, (10, 20, 30)).text.endswith("(here: below the unlooped one on more than half of the sets)")
     assert sets._claim(5, {"looped": {10: 0.2}, "unlooped": {}}, (10, 20)).holds is None
     part = sets._claim(5, errors, (10, 20, 30, 40))
     assert (part.holds, part.measured.endswith("30: 0.3 against 0.1 (3 of 4 sets measured)")) == (None, True)
@@ -261,6 +414,11 @@ def test_architecture_and_sparsity_claims():
     claims = architecture._claims(found, 2, wanted)
     assert [claim.holds for claim in claims] == [True, True, True]
     assert [claim.measured for claim in claims] == ["1: loop 3, 2: loop 1", "8: 0.9, 16: 0.4", "1: 0.3, 2: 0.1, 4: 0.2"]
+    assert [claim.text.partition(" (here: ")[2] for claim in claims] == [
+        "2 before 1, each to 1.1 x the largest of their least errors)",
+        "16 below 8, after b loops)",
+        "at neither the fewest nor the most, after b loops)",
+    ]
     more = {"n_core": (1, 2, 3), "d_model": (8, 12, 16), "n_heads": (1, 2, 3, 4)}
     claims = architecture._claims(found, 2, more)
     assert [claim.holds for claim in claims] == [None, True, None]
@@ -318,23 +476,87 @@ def test_every_baseline_of_a_task_has_a_colour_of_its_own():
     assert len(set(colours)) == len(colours) >= max(len(baselines_for(task)) for task in functions.TASKS)
 
 
+SMALL_MODELS = ("looped", "unlooped L=1", "unlooped L=4", "unlooped L=12")
+
+
+def shifted(names, at_d=None, **errors):
+    """Curves up to 10 examples: 0.5 from the first on but where `errors` has another value; another one at 5 examples."""
+    values = {name: [1.0] + [errors.get(name.replace(" ", "_").replace("=", ""), 0.5)] * 10 for name in names}
+    for name, value in (at_d or {}).items():
+        values[name][5] = value
+    return curves(**values)
+
+
 def test_shift_claims():
     lab = Lab("small", "x")
-    equal = {name: [1.0, 0.5, 0.5] for name in ("looped", "unlooped L=1", "unlooped L=4", "unlooped L=12")}
-    found = {name: curves(**equal) for name in SHIFTS}
-    found["x_times_2"] = curves(**equal | {"unlooped L=12": [1.0, 0.1, 0.1]})
-    found["skewed"] = curves(**equal | {"looped": [1.0, 0.6, 0.6]})
-    found["orthogonal_query"] = curves(**equal | {"looped": [1.0, 0.9, math.nan]})
-    claims = {claim.text.partition(":")[0]: claim.holds for claim in shift._claims(found, lab)}
+    found = {name: shifted(SMALL_MODELS) for name in SHIFTS}
+    found["x_times_2"] = shifted(SMALL_MODELS, unlooped_L12=0.1)
+    found["w_times_1/3"] = shifted(SMALL_MODELS, unlooped_L4=0.1)
+    found["skewed"] = shifted(SMALL_MODELS, looped=0.6)
+    found["orthogonal_query"] = curves(
+        **{name: [1.0, 0.9 if name == "looped" else 0.5] + [math.nan] * 9 for name in SMALL_MODELS}
+    )
+    found["noisy_output"] = shifted(SMALL_MODELS, {"looped": 0.55, "unlooped L=12": 0.7}, looped=0.9)
+    every = shift._claims(found, lab)
+    claims = {claim.text.partition(":")[0]: claim.holds for claim in every if not claim.text.startswith("noise")}
     assert claims == {
         "skewed": False,
         "half_subspace": True,
         "random_orthants": True,
         "orthogonal_query": False,
         "overlapping_query": True,
+        **{f"{what} scaled by {scale}": False for what in "xw" for scale in ("1/3", "1/2", "2", "3")},  # as near to either
         "x scaled by 2": True,
+        "w scaled by 1/3": False,
     }
+    noise = {claim.text.partition(": ")[2]: (claim.holds, claim.measured) for claim in every if claim.text.startswith("noise")}
+    lower = "the looped model's peak is lower than the deepest one's (here: its error at d examples below unlooped L=12's)"
+    like = "at d examples the looped model is like one of few layers (here: nearer to unlooped L=4 than to unlooped L=12)"
+    assert noise == {
+        lower: (True, "0.55 against 0.7"),
+        like: (True, "1.10 x unlooped L=4, 0.79 x unlooped L=12"),
+    }, "of the errors at d = 5 examples, and not of the others"
+    assert {claim.figure for claim in every if claim.text.startswith("noise")} == {"appendix D"}
+    assert all("(here: " in claim.text and "\n" not in claim.text for claim in every)
+    found["noisy_output"] = shifted(SMALL_MODELS, {"looped": 0.71, "unlooped L=12": 0.7})
+    assert [claim.holds for claim in shift._claims(found, lab) if claim.text.startswith("noise")] == [False, False]
     assert shift.last_measured([1.0, 0.5, math.nan]) == 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "without"),
+    [
+        ("unlooped L=1", {"skewed", "half_subspace", "random_orthants"}),
+        ("unlooped L=4", {"skewed", "half_subspace", "random_orthants", "x scaled", "w scaled", "like one of few"}),
+        ("looped", {""}),
+    ],
+)
+def test_shift_claims_without_a_model(lost, without):
+    """No verdict on what is about a model that is not there, and one on all the rest."""
+    names = [name for name in SMALL_MODELS if name != lost]
+    claims = shift._claims({name: shifted(names) for name in SHIFTS}, Lab("small", "x"))
+    assert len(claims) == 15
+    for claim in claims:
+        is_without = any(part in claim.text for part in without)
+        assert (claim.holds is None) == is_without, claim
+        assert (claim.measured == f"no model of {lost}") == is_without
+
+
+def test_shift_at_paper_has_two_looped_models():
+    lab = Lab("paper", "x")
+    wanted = shift.runs(lab)
+    assert [name for name in wanted if name.startswith("looped")] == ["looped", "looped b=20"]
+    name, config = wanted["looped b=20"]
+    assert (name, config.model.n_loops, config.window) == ("linear_regression_b20_T15", 20, 15)
+    assert wanted["looped"] == ("linear_regression", preset("paper"))
+    assert [shift._kind_of(name) for name in ("looped b=20", "unlooped L=4", "least squares")] == ["looped", "twin", "baseline"]
+    found = {name: curves(**{one: [0.5] * 41 for one in wanted}) for name in SHIFTS}
+    values = [0.5] * 41
+    values[20] = 0.6
+    found["noisy_output"]["looped b=20"] = Measured(single(values), [], 0.0)
+    (claim,) = (one for one in shift._claims(found, lab) if "larger b" in one.text)
+    assert claim.text.endswith("the larger b, the lower the peak (here: the error at d examples, b=30 below b=20)")
+    assert (claim.holds, claim.measured) == (True, "0.5 against 0.6")
 
 
 def test_shift_draws_absent_cells_as_absent(folder):
@@ -354,21 +576,21 @@ def test_shift_draws_absent_cells_as_absent(folder):
 
 
 def test_probe_errors_are_means_over_fresh_prompts(tmp_path):
-    """Probes that answer 0 after the first loop and the targets of a planted state after the second, against plain numpy."""
+    """Probes that answer 0 at the embedded prompt and after the first loop, 0.5 after the second, against plain numpy."""
     model, lab = icl_model(dtype=torch.float32, n_dims=2, n_points=5, n_loops=2), quick(tmp_path, n_prompts=300)
     task, n_examples = LinearRegression(2), [1, 4]
-    probes = Probes(2, 2, n_examples, 16, 2)
+    probes = Probes(2, 3, n_examples, 16, 2)
     with torch.no_grad():
         for parameter in probes.parameters():
             parameter.zero_()
-        probes.b2[1, 1] = 0.5  # of the least-squares weights after the second loop
+        probes.b2[1, 2] = 0.5  # of the least-squares weights after the second loop
     got = probe._errors(lab, probes, model, task, n_examples)
     generator = probe.evaluation_stream(0)
     parts = [task.sample(n, 4, generator=generator) for n in (256, 44)]
     xs, ys = (torch.cat([part[i] for part in parts]) for i in (0, 1))
     targets = targets_of(xs, ys, n_examples).numpy()  # [P, K, B, d]
-    expected = np.stack([[(targets**2).mean(axis=(2, 3))[p]] * 2 for p in range(2)])  # [P, S, K]
-    expected[1, 1] = ((targets[1] - 0.5) ** 2).mean(axis=(1, 2))
+    expected = np.stack([[(targets**2).mean(axis=(2, 3))[p]] * 3 for p in range(2)])  # [P, S, K]
+    expected[1, 2] = ((targets[1] - 0.5) ** 2).mean(axis=(1, 2))
     np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
@@ -377,16 +599,54 @@ def test_probe_claims():
         both = {"looped": looped, "unlooped": unlooped, "looped, control": control, "unlooped, control": control}
         return {name: torch.tensor([values] * 2) for name, values in both.items()}
 
-    claims = probe._claims(planted([0.9, 0.2, 0.21], [0.8, 0.3, 0.5], [1.0, 0.9, 0.9]))
-    assert [claim.holds for claim in claims] == [True] * 10
+    claims = probe._claims(planted([0.1, 0.9, 0.2, 0.21], [0.1, 0.8, 0.3, 0.5], [0.1, 1.0, 0.9, 0.9]))
+    assert [claim.holds for claim in claims] == [True] * 10, "what the embedded prompt tells is no loop's and no layer's"
     assert claims[0].measured == "1.05 x, 0.9 to 0.21"
-    assert claims[1].measured == "1.67 x, best at 2"
+    assert claims[1].measured == "1.67 x, 0.8 to 0.3 at 2"
     assert claims[2].measured == "0.21 against 0.3"
     assert claims[4].measured == "0.3 against 0.9"
-    claims = probe._claims(planted([0.9, 0.2, 0.4], [0.8, 0.4, 0.3], [1.0, 0.3, 0.9]))
+    claims = probe._claims(planted([1.0, 0.9, 0.2, 0.4], [1.0, 0.8, 0.4, 0.3], [1.0, 1.0, 0.3, 0.9]))
     assert [claim.holds for claim in claims] == [False] * 10
-    alone = probe._claims({name: torch.tensor([[0.9, 0.2]] * 2) for name in ("looped", "looped, control")})
+    alone = probe._claims({name: torch.tensor([[1.0, 0.9, 0.2]] * 2) for name in ("looped", "looped, control")})
     assert len(alone) == 4, "nothing is claimed of a model that is not there"
+
+
+@pytest.mark.parametrize("curve", [[1.0, 0.5, 0.5, 0.5], [1.0, 0.5, 0.47, 0.46], [1.0, 0.5, 0.51, 0.52], [1.0, 0.5, 0.7, 0.9]])
+def test_a_flat_or_worsening_probe_does_not_improve(curve):
+    found = {name: torch.tensor([curve] * 2) for name in ("looped", "unlooped", "looped, control", "unlooped, control")}
+    claims = [claim for claim in probe._claims(found) if "improves" in claim.text or "inner layer" in claim.text]
+    assert [claim.holds for claim in claims] == [False] * 4
+    assert claims[0].text.endswith("(here: the last below 0.9 x the first and within 1.1 x of the best)")
+    assert claims[1].text.endswith("(here: its best below 0.9 x the first, the last above 1.1 x the best)")
+
+
+def test_probes_at_paper_are_of_as_many_loops_as_layers(folder):
+    wanted = probe.runs(Lab("paper", folder))
+    (name, config), (_, unlooped) = wanted["looped"], wanted["unlooped"]
+    assert (name, config.model.n_loops, config.window, config.loops) == (
+        "linear_regression_b20_T15",
+        20,
+        15,
+        Ramp(15, 20, 2, 500),
+    )
+    assert (unlooped.model.n_core, unlooped.model.n_loops) == (20, 1)
+    for other in ("tiny", "small"):
+        lab = Lab(other, folder)
+        assert probe.runs(lab)["looped"] == ("linear_regression", lab.config())
+
+
+@pytest.mark.parametrize("unlooped", [False, True])
+def test_stage_0_of_the_probes_is_the_embedded_prompt(tmp_path, unlooped):
+    changes = dict(n_core=3, n_loops=1, inject="none", state_init="embedding") if unlooped else dict(n_loops=3)
+    model = icl_model(std=0.2, dtype=torch.float32, n_dims=2, n_points=5, **changes)
+    draw = probe._drawer(quick(tmp_path), model, LinearRegression(2), [1, 4], 6, False)
+    states = draw(torch.Generator().manual_seed(0)).states
+    pairs = LinearRegression(2).sample(6, 4, generator=torch.Generator().manual_seed(0))
+    prompts = interleave(*pairs, keep_last_y=True)
+    assert states.shape == (4, 6, 8, 16)
+    assert not states.requires_grad
+    torch.testing.assert_close(states[0], model.read_in(prompts).detach())
+    torch.testing.assert_close(states[1], model.core[0](states[0] + model.positions.weight[:8]).detach())
 
 
 def test_probe_and_adaptive_measure_every_seed(tmp_path):
@@ -511,5 +771,6 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
                 whole_mix[place]
             )
     wins = [sum(row[5] < row[6] for row in of_all if row[2] == way) for way in ("per prompt", "per token")]
-    found = [claim.measured for claim in outcome.claims if "same mean" in claim.text]
-    assert found == [f"at {n} of 5" for n in wins]
+    found = [claim for claim in outcome.claims if "same mean" in claim.text]
+    assert [(claim.measured, claim.holds) for claim in found] == [(f"at {n} of 5", n > 2.5) for n in wins]
+    assert all(claim.text.endswith("(here: at more than half of the tolerances)") for claim in found)

@@ -195,7 +195,9 @@ def _study(
                 panels.append(_by_difficulty(name, some, level, used, len(models)))
                 claims += _claims(name, some, level, used)
         title = name.replace("_", " ")
-        text = f"{title}: for the same mean loops, loops {way} give the smaller error (here: at most tolerances)"
+        text = (
+            f"{title}: for the same mean loops, loops {way} give the smaller error (here: at more than half of the tolerances)"
+        )
         claims.append(Claim("future work", text, f"at {wins} of {len(TOLERANCES)}", 2 * wins > len(TOLERANCES)))
     by_seed = [errors.mean(dim=0).tolist() for errors in by_model] if len(by_model) > 1 else []
     counts = [len(models)] * cap

@@ -23,7 +23,9 @@ class Entry(NamedTuple):
 
 EXPERIMENTS: dict[str, Entry] = {
     "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
-    "loops-and-window": Entry("loops_and_window", "Fig. 4, 9, appendix B", "the grid of trained loops b and window T"),
+    "loops-and-window": Entry(
+        "loops_and_window", "Fig. 4, appendix B", "the grid of trained loops b and window T; at paper Fig. 9 too"
+    ),
     "sample-efficiency": Entry("sample_efficiency", "Fig. 5, appendix C", "training on a fixed set of distinct prompts"),
     "shift": Entry("shift", "Fig. 6, appendix D", "inputs, queries and outputs unlike those of training"),
     "functions": Entry("functions", "Fig. 10", "linear, sparse, tree and ReLU-network functions beside every baseline"),
