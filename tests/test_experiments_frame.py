@@ -28,10 +28,10 @@ from looped.experiments.measure import (
     line_of_last,
     mean_ratio,
     measure,
+    n_loops_tested,
     of_baseline,
     on_shared,
     single,
-    tested_loops,
 )
 from looped.experiments.outcome import Line, Panel, Sheet
 from looped.icl.baselines import LeastSquares
@@ -461,9 +461,9 @@ def test_ways_are_the_errors_of_a_plain_loop():
 def test_curves_by_examples_are_of_the_published_loops():
     looped_model, unlooped = icl_model(n_loops=6), icl_model(n_loops=1)
     tree, linear = DecisionTree(3), LinearRegression(3)
-    assert [tested_loops(looped_model, task, "paper") for task in (linear, tree)] == [500, 200]
-    assert [tested_loops(looped_model, task, name) for task in (linear, tree) for name in ("small", "tiny")] == [30] * 4
-    assert [tested_loops(unlooped, task, name) for task in (linear, tree) for name in ("small", "paper")] == [1] * 4
+    assert [n_loops_tested(looped_model, task, "paper") for task in (linear, tree)] == [500, 200]
+    assert [n_loops_tested(looped_model, task, name) for task in (linear, tree) for name in ("small", "tiny")] == [30] * 4
+    assert [n_loops_tested(unlooped, task, name) for task in (linear, tree) for name in ("small", "paper")] == [1] * 4
 
 
 def test_kinds_of_lines():

@@ -11,9 +11,9 @@ from looped.experiments.measure import (
     line,
     mean_ratio,
     measure,
+    n_loops_tested,
     of_baseline,
     on_shared,
-    tested_loops,
 )
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso, baselines_for
@@ -58,7 +58,7 @@ def run(lab: Lab) -> Outcome:
         ways = {kind: by_examples(found, task, lab.preset) for kind, found in models.items()}
         ways |= {label: of_baseline(baseline, task) for label, baseline in baselines.items()}
         if models["looped"]:
-            n_loops[name] = tested_loops(models["looped"][0], task, lab.preset)
+            n_loops[name] = n_loops_tested(models["looped"][0], task, lab.preset)
         slow = [label for label, one in baselines.items() if one.cost == "slow" and not isinstance(one, Lasso)]
         slow = [] if lab.preset == "paper" else slow  # the published figure has all prompts
         found = measure(fresh(task, lab.n_prompts, n_points[name], lab.seed), ways, slow=slow)

@@ -115,7 +115,7 @@ def fresh(task: Task, n_prompts: int, n_points: int, seed: int) -> Iterable[Pair
     return batches(task, n_prompts, n_points, seed, BATCH)
 
 
-def tested_loops(model: LoopedTransformer, task: Task, preset: str) -> int:
+def n_loops_tested(model: LoopedTransformer, task: Task, preset: str) -> int:
     """The loops of a model in curves by examples: past the trained ones, as published. A model that runs once does so here."""
     n_loops = model.config.n_loops
     if n_loops == 1:
@@ -124,10 +124,10 @@ def tested_loops(model: LoopedTransformer, task: Task, preset: str) -> int:
 
 
 def by_examples(models: Sequence[LoopedTransformer], task: Task, preset: str = "") -> list[Way]:
-    """Error at every point, after the trained loops, or the `tested_loops` of a preset."""
+    """Error at every point, after the trained loops, or the `n_loops_tested` of a preset."""
 
     def way(model: LoopedTransformer) -> Way:
-        predictor = LoopedPredictor(model, n_loops=tested_loops(model, task, preset) if preset else None)
+        predictor = LoopedPredictor(model, n_loops=n_loops_tested(model, task, preset) if preset else None)
         return lambda pairs: squared(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task)
 
     return [way(model) for model in models]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from looped.experiments.lab import Lab, Run
 from looped.experiments.loops_and_window import published_run
-from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure, tested_loops
+from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure, n_loops_tested
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 from looped.icl.evaluate import evaluation_stream
@@ -49,7 +49,7 @@ def run(lab: Lab) -> Outcome:
     task, n_points = config.make_task(), config.points.end
     models = {kind: lab.models(*wanted) for kind, wanted in runs(lab).items()}
     predictors: dict[str, list[Callable[[Tensor, Tensor], Tensor]]] = {
-        name: [LoopedPredictor(model, n_loops=tested_loops(model, task, lab.preset)).predict for model in found]
+        name: [LoopedPredictor(model, n_loops=n_loops_tested(model, task, lab.preset)).predict for model in found]
         for name, found in models.items()
         if found
     }
