@@ -15,7 +15,7 @@ from torch import Tensor
 
 from looped.exits import Contraction, Fixed
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import BATCH, joined, single
+from looped.experiments.measure import BATCH, REACH, joined, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.curves import Curve, RunningCurve
 from looped.icl.evaluate import evaluation_stream
@@ -37,7 +37,6 @@ OPTIONAL = ("decision_tree", "relu_2nn_regression")
 
 TOLERANCES = (0.3, 0.1, 3e-2, 1e-2, 3e-3)
 SHOWN = 3e-3  # whose loops are shown by difficulty: the default of looped eval
-REACH = 5  # times the trained loops, at most
 NOISES = (0.05, 0.1)  # standard deviations; with more, what the noise leaves would hide what the loops do
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from looped.experiments.lab import Lab, Run, n_parameters
-from looped.experiments.measure import Measured, by_examples, by_loops, fresh, kind_of, line, measure, of_baseline
+from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, kind_of, line, measure, of_baseline
 from looped.experiments.outcome import Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 
-REACH = 5  # times the trained loops
 Y = "squared error / variance of y"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import Measured, by_examples, by_loops, fresh, line, measure
+from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, line, measure
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_all, part_of
 from looped.train import Ramp
@@ -15,7 +15,6 @@ from looped.train import Ramp
 TASK = "linear_regression"  # of Fig. 4
 UNLOOPED = ("unlooped", 1, 1)  # among models by task, b and T: one pass
 SPARSE = "sparse_linear_regression"
-REACH = 5  # times the trained loops
 DIVERGES = 2.0  # times the error at the trained loops
 SETTLED = 1.1  # times the least error
 MATCHES = 1.3  # times the error of the unlooped model: what fixed-point calls as good

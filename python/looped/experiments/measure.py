@@ -23,7 +23,7 @@ from looped.model import LoopedTransformer
 
 BATCH = 128
 TESTED, TESTED_OF = 500, {"decision_tree": 200}  # loops of the published curves by examples, whatever the trained ones
-REACH = 5  # times the trained loops: those of these curves at the other presets
+REACH = 5  # times the trained loops: how far past them is looked, and those of these curves at the other presets
 KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}  # of a line, by the model's kind
 
 Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)

@@ -41,8 +41,8 @@ def plot_outcome(outcome: Outcome, path: str | os.PathLike[str]) -> None:
 
 
 def figure_title(outcome: Outcome) -> str:
-    """What was run, and below it on how many prompts, with which models given, and of those that are not the training seeds,
-    and the steps where these are a quick look's."""
+    """What was run, and below it: on how many prompts, with which models given, and for the trained ones their seeds and, where
+    these are a quick look's, their steps."""
     settings = outcome.settings
     below = [f"{settings['n_prompts']:,} prompts"] if "n_prompts" in settings else []
     given = [name for name, model in outcome.models.items() if model["source"].startswith("given: ")]
