@@ -774,3 +774,36 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     found = [claim for claim in outcome.claims if "same mean" in claim.text]
     assert [(claim.measured, claim.holds) for claim in found] == [(f"at {n} of 5", n > 2.5) for n in wins]
     assert all(claim.text.endswith("(here: at more than half of the tolerances)") for claim in found)
+
+
+@pytest.mark.parametrize("name", ["functions", "sparsity", "shift", "sample-efficiency"])
+def test_curves_by_examples_go_past_the_trained_loops(tmp_path, monkeypatch, name):
+    """Five times the trained 4 at "tiny"; `fixed-point` alone stays at these, as its by-examples panel is about them."""
+    loops = set()
+    whole = LoopedPredictor.run
+
+    def run(self, xs, ys, **options):
+        loops.add((self.model.config.n_loops, self.n_loops or self.n_loops_trained))
+        return whole(self, xs, ys, **options)
+
+    monkeypatch.setattr(LoopedPredictor, "run", run)
+    run_experiment(name, quick(tmp_path))
+    assert (1, 1) in loops  # the unlooped one
+    assert len(loops) > 1
+    assert all(n == (1 if trained == 1 else 5 * trained) for trained, n in loops)
+
+
+@pytest.mark.parametrize(("preset_name", "is_capped"), [("tiny", True), ("paper", False)])
+def test_slow_baselines_see_all_prompts_at_paper(tmp_path, monkeypatch, preset_name, is_capped):
+    capped = []
+
+    def measured(prompts, ways, *, slow=()):
+        capped.append(list(slow))
+        return {}
+
+    monkeypatch.setattr(functions, "measure", measured)
+    model = icl_model(std=0.1, n_dims=3, n_points=4)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config, **how: [model])
+    run_experiment("functions", Lab(preset_name, tmp_path, progress=False))
+    assert len(capped) == 4
+    assert any(capped) == is_capped
