@@ -440,6 +440,34 @@ def test_measuring_averages_over_models_prompt_by_prompt():
     np.testing.assert_allclose(found["slow"].curve.mean, ys[:128].mean(dim=0) + 1)
 
 
+def test_measurements_show_how_far_they_are(tmp_path, monkeypatch):
+    shown = []
+
+    class Bar:
+        def __init__(self, **options):
+            shown.append([options["desc"], options["total"], 0, options["disable"]])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self, n):
+            shown[-1][2] += n
+
+    monkeypatch.setattr(lab_module, "tqdm", Bar)
+    lab = Lab("tiny", tmp_path, n_prompts=200)
+    batches = list(fresh(LinearRegression(2), 200, 5, 0))
+    assert list(lab.watched("m", iter(batches))) == batches
+    assert shown == [["measuring m", 200, 200, False]]
+    run_experiment(
+        "fixed-point", quick(tmp_path, given={"linear_regression_tied": "linear_regression_tied"}, preset_name="small")
+    )
+    assert [bar[0] for bar in shown[1:] if "measuring" in bar[0]] == ["measuring by loops", "measuring by examples"]
+    assert all(bar[1:] == [8, 8, True] for bar in shown[1:])
+
+
 def test_ways_are_the_errors_of_a_plain_loop():
     task, model = LinearRegression(3), icl_model(std=0.1, dtype=torch.float32)
     pairs = next(iter(fresh(task, 6, 5, 0)))
@@ -520,6 +548,17 @@ def outcome(**changes):
         sheet=Sheet("table", ["", "n", "value"], [["row", 1200, 0.12345], ["", None, 1e-7]]),
     )
     return Outcome(**(fields | changes))
+
+
+def test_an_exact_baseline_leaves_the_models_room(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    limits = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: limits.extend(axes.get_ylim() for axes in figure.axes))
+    lines = [Line("looped", [0, 1], single([1.0, 1e-3])), Line("least squares", [0, 1], single([1.0, 1e-15]), "baseline")]
+    plot_outcome(outcome(panels=[Panel("", "x", "y", lines), Panel("", "x", "y", lines[1:])]), tmp_path / "it.png")
+    assert limits[0][0] == pytest.approx(1e-4)
+    assert limits[1][0] < 1e-8
 
 
 def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):

@@ -26,7 +26,7 @@ from looped.experiments import (
 from looped.experiments import loops_and_window as grid
 from looped.experiments import sample_efficiency as sets
 from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batches, used_loops
-from looped.experiments.catalog import models_of
+from looped.experiments.catalog import FIRST_LOOK, models_of
 from looped.experiments.measure import Measured, single
 from looped.icl.baselines import baselines_for
 from looped.icl.evaluate import batches
@@ -101,6 +101,7 @@ def test_models_of_short_runs_are_noted(tmp_path):
     assert notes == [
         f"trained for too few steps (dims end at 1, not 2; loops end at 3, not 4): {looped_ones}",
         "trained for too few steps (dims end at 1, not 2): linear_regression_unlooped; linear_regression_unlooped, seed 7",
+        FIRST_LOOK,
     ]
 
 

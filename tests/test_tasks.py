@@ -325,5 +325,15 @@ def test_interleave_of_empty_batches_and_prompts(shape: tuple[int, int, int], n_
 
 @pytest.mark.parametrize(("xs", "ys"), [((2, 3), (2, 3)), ((2, 3, 4), (2, 4)), ((2, 3, 4), (2, 3, 1)), ((2, 3, 4), (3,))])
 def test_interleave_names_wrong_shapes(xs: tuple[int, ...], ys: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"interleave: xs must be \[B, n, d\] and ys \[B, n\], got"):
+    with pytest.raises(ValueError, match=r"interleave: xs must be \[B, n, d\] and ys \[B, n\] or \[B, n - 1\], got"):
         interleave(torch.ones(xs), torch.ones(ys))
+    with pytest.raises(ValueError, match=r"ys \[B, n\], got"):
+        interleave(torch.ones(xs), torch.ones(ys), keep_last_y=True)
+
+
+def test_interleave_of_numpy_and_without_the_answer() -> None:
+    pairs = LinearRegression(3).sample(2, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(interleave(pairs.xs.numpy(), pairs.ys.numpy()), interleave(*pairs))
+    assert torch.equal(interleave(pairs.xs, pairs.ys[:, :-1]), interleave(*pairs))
+    with pytest.raises(ValueError, match=r"ys \[B, n\], got"):
+        interleave(pairs.xs, pairs.ys[:, :-1], keep_last_y=True)

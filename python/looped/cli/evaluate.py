@@ -139,7 +139,14 @@ def evaluate_command(
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)
     quiet = sys.stderr is None
-    with tqdm(total=total, unit="prompt", desc="evaluating", file=sys.stderr, dynamic_ncols=True, disable=quiet) as bar:
+    with tqdm(
+        total=total,
+        unit="prompt",
+        desc=f"evaluating {len(ready)} predictors",
+        file=sys.stderr,
+        dynamic_ncols=True,
+        disable=quiet,
+    ) as bar:
 
         def progress(name: str, n_done: int) -> None:
             bar.set_postfix_str(name)

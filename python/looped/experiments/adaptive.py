@@ -64,6 +64,10 @@ class Mixed(NamedTuple):
     level: Tensor
     variance: Tensor
 
+    @property
+    def ys(self) -> Tensor:
+        return self.pairs.ys
+
 
 def levels(config: TrainConfig) -> list[Level]:
     """What a model can be asked after its training, task by task from easy to hard.
@@ -171,7 +175,7 @@ def _study(
     def batches() -> Iterator[Mixed]:
         return mixed_batches(some, lab.n_prompts, config.points.end, lab.seed)
 
-    by_model = [fixed_errors(predictor, batches()) for predictor in predictors]
+    by_model = [fixed_errors(predictor, lab.watched(f"{name}, all loops", batches())) for predictor in predictors]
     every = torch.stack(by_model).mean(dim=0)
     ways = {"per prompt": "prompt", "per token": "prefix"}
     points: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
@@ -180,7 +184,8 @@ def _study(
     for way, scope in ways.items():
         wins = 0
         for tol in TOLERANCES:
-            each = [used_loops(predictor, batches(), Contraction(tol=tol, scope=scope)) for predictor in predictors]
+            exit, title = Contraction(tol=tol, scope=scope), f"{name}, loops {way}, tol {tol:g}"
+            each = [used_loops(predictor, lab.watched(title, batches()), exit) for predictor in predictors]
             used = over_models(each)
             # as many loops for every prompt as each model used in the mean
             same = over_models([Used(one.loops, _at(errors, one)) for errors, one in zip(by_model, each, strict=True)]).error

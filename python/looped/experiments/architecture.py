@@ -51,7 +51,7 @@ def run(lab: Lab) -> Outcome:
             if not models:
                 continue
             prompts = fresh(task, lab.n_prompts, config.points.end, lab.seed)
-            one = measure(prompts, {name: by_loops(models, task, REACH * n_loops)})[name]
+            one = measure(lab.watched(name, prompts), {name: by_loops(models, task, REACH * n_loops)})[name]
             found[field][value], errors = one, one.curve.mean
             row: list[Cell] = [
                 TITLES[field],
@@ -116,7 +116,7 @@ def _beside_unlooped(
     error, task = None, config.make_task()
     if models := lab.models(name, config):
         prompts = fresh(task, lab.n_prompts, config.points.end, lab.seed)
-        error = measure(prompts, {name: by_examples(models, task)})[name].curve.mean[-1]
+        error = measure(lab.watched(name, prompts), {name: by_examples(models, task)})[name].curve.mean[-1]
         rows.append(["unlooped layers", depth, n_parameters(models[0]), error, *[None] * 3])
     text = f"one looped layer matches {depth} unlooped layers, after more loops than these are"
     text += f" (here: its first loop within {MATCHES} x of their error)"

@@ -21,6 +21,8 @@ class Entry(NamedTuple):
     about: str
 
 
+FIRST_LOOK = "tiny shows that all runs: its models have hardly learned, and its verdicts say nothing of the paper's claims"
+
 EXPERIMENTS: dict[str, Entry] = {
     "fixed-point": Entry("fixed_point", "Fig. 2, 3", "error against loops far past the trained count; injection against tying"),
     "loops-and-window": Entry(
@@ -63,7 +65,7 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
         outcome,
         settings=settings | outcome.settings,
         models=dict(lab.used),
-        notes=[*lab.remarks(), *outcome.notes],
+        notes=[*lab.remarks(), *outcome.notes, *([FIRST_LOOK] if lab.preset == "tiny" else [])],
         seconds=time.perf_counter() - begin,
         variant=lab.variant,
     )

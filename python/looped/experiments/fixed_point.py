@@ -28,9 +28,10 @@ def run(lab: Lab) -> Outcome:
     n_loops = models["looped"][0].config.n_loops if models["looped"] else config.model.n_loops
     prompts = dict(n_prompts=lab.n_prompts, n_points=n_points, seed=lab.seed)
     looping = {kind: by_loops(models[kind], task, REACH * n_loops) for kind in ("looped", "tied")}
-    loops = measure(fresh(task, **prompts), looping)
+    loops = measure(lab.watched("by loops", fresh(task, **prompts)), looping)
     ways = {kind: by_examples(found, task) for kind, found in models.items()}
-    examples = measure(fresh(task, **prompts), ways | {"least squares": of_baseline(LeastSquares(), task)})
+    ways["least squares"] = of_baseline(LeastSquares(), task)
+    examples = measure(lab.watched("by examples", fresh(task, **prompts)), ways)
     xs = range(1, REACH * n_loops + 1)
     lines = [line(kind, xs, found, kind_of(kind)) for kind, found in loops.items()]
     panels = [

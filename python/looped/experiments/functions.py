@@ -61,7 +61,7 @@ def run(lab: Lab) -> Outcome:
             n_loops[name] = n_loops_tested(models["looped"][0], task, lab.preset)
         slow = [label for label, one in baselines.items() if one.cost == "slow" and not isinstance(one, Lasso)]
         slow = [] if lab.preset == "paper" else slow  # the published figure has all prompts
-        found = measure(fresh(task, lab.n_prompts, n_points[name], lab.seed), ways, slow=slow)
+        found = measure(lab.watched(name, fresh(task, lab.n_prompts, n_points[name], lab.seed)), ways, slow=slow)
         seconds |= {f"{name}: {label}": round(one.seconds, 2) for label, one in found.items()}
         panels.append(_panel(name, found, task.n_dims, n_points[name], n_loops.get(name)))
         rows += _rows(name, found, models, task.n_dims)

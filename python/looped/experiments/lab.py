@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from tqdm import tqdm
 
 from looped.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
 from looped.experiments.given import Given, apart
@@ -22,12 +25,22 @@ from looped.train.shortfall import shortfall
 log = logging.getLogger(__name__)
 
 N_PROMPTS = {"tiny": 64, "small": 1280, "paper": 1280}
-# What an experiment trains at "tiny": two dimensions are learned in a quarter of a minute. The preset is quicker still.
+# What an experiment trains at "tiny": enough to begin to learn two dimensions. `looped train --preset tiny` has 12 steps.
 TINY: dict[str, Any] = dict(n_steps=2000, batch_size=64, lr=3e-3, warmup_steps=100, decay="cosine", points=5, save_every=500)
 TINY_WIDTH, TINY_DIMS = 32, Ramp(1, 2, 1, 600)
 SEED = 42
 
 Run = tuple[str, TrainConfig]  # a model's name, and how it is trained
+
+
+class Batch(Protocol):
+    """Prompts of a measurement."""
+
+    @property
+    def ys(self) -> Tensor: ...
+
+
+Prompts = TypeVar("Prompts", bound=Batch)
 
 
 @dataclass
@@ -191,6 +204,15 @@ class Lab:
             self._note_divergence(label, str(error))
             return None
         return self._note_model(label, model, f"trained: {folder.name}", config)
+
+    def watched(self, title: str, batches: Iterable[Prompts], n_prompts: int | None = None) -> Iterator[Prompts]:
+        """The batches of a measurement, with a bar on standard error once it takes more than two seconds."""
+        n_prompts = n_prompts or self.n_prompts
+        options: dict[str, Any] = dict(unit="prompt", delay=2, leave=False, dynamic_ncols=True, disable=not self.progress)
+        with tqdm(total=n_prompts, desc=f"measuring {title}", **options) as bar:
+            for batch in batches:
+                yield batch
+                bar.update(len(batch.ys))
 
     def remarks(self) -> list[str]:
         """The notes, and which models are of runs that were shorter than their curricula."""

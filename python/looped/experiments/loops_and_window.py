@@ -102,7 +102,7 @@ def run(lab: Lab) -> Outcome:
                 rows.append([name, n_loops, window, *[None] * 5, f"training: {reason}" if reason else "not there"])
                 continue
             ways = {"looped": by_loops(models, task, REACH * n_loops)}
-            one = measure(fresh(task, lab.n_prompts, config.points.end, lab.seed), ways)["looped"]
+            one = measure(lab.watched(label, fresh(task, lab.n_prompts, config.points.end, lab.seed)), ways)["looped"]
             found[n_loops, window] = one
             lines[window].append(line(f"b={n_loops}", range(1, REACH * n_loops + 1), one))
             rows.append([name, n_loops, window, *_row(one.curve.mean, n_loops)])
@@ -201,7 +201,8 @@ def _beside_unlooped(lab: Lab, unlooped: Run, found: Mapping[tuple[int, int], li
     errors: list[float] = []
     if models := lab.models(name, config):
         ways = {name: by_examples(models, task)}
-        errors = measure(fresh(task, lab.n_prompts, config.points.end, lab.seed), ways)[name].curve.mean
+        prompts = lab.watched(name, fresh(task, lab.n_prompts, config.points.end, lab.seed))
+        errors = measure(prompts, ways)[name].curve.mean
         rows.append([TASK, f"{depth} unlooped layers", None, errors[-1], *[None] * 5])
     windows = [window for window in GRIDS[lab.preset][TASK].windows if window <= depth]
     ratios = {w: found[depth, w][depth - 1] / errors[-1] for w in windows if errors and (depth, w) in found}

@@ -81,7 +81,7 @@ def run(lab: Lab) -> Outcome:
                 lr, models, config = best
                 prompts = fresh(config.make_task(), lab.n_prompts, config.points.end, lab.seed)
                 ways = {kind: by_examples(models, config.make_task(), lab.preset)}
-                found[kind][n_distinct] = one = measure(prompts, ways)[kind]
+                found[kind][n_distinct] = one = measure(lab.watched(f"{kind}, {n_distinct} prompts", prompts), ways)[kind]
                 rows.append([n_dims, n_distinct, kind, f"{lr:g}", one.curve.mean[n_dims], one.curve.mean[-1]])
         lines = [line_of_last(kind, list(some), list(some.values()), kind_of(kind)) for kind, some in found.items() if some]
         panels.append(
@@ -105,7 +105,7 @@ def _best(lab: Lab, by_lr: Mapping[float, Run]) -> tuple[float, list[LoopedTrans
         if models := lab.models(name, config):
             task = config.make_task()
             prompts = fresh(task, lab.n_prompts, config.points.end, (lab.seed + VALIDATION) % 2**32)
-            errors = measure(prompts, {"": by_examples(models, task, lab.preset)})[""].curve.mean
+            errors = measure(lab.watched(name, prompts), {"": by_examples(models, task, lab.preset)})[""].curve.mean
             n_missing = 0 if name in lab.given else len(lab.seeds) - len(models)
             scored.append((n_missing, sum(errors), lr, models, config))
     if not scored:

@@ -67,7 +67,8 @@ def run(lab: Lab) -> Outcome:
             batch_size=BATCH,
         )
         found[shift.name] = measure(
-            prompts, {name: [_way(one, shift, task) for one in some] for name, some in predictors.items()}
+            lab.watched(shift.name, prompts),
+            {name: [_way(one, shift, task) for one in some] for name, some in predictors.items()},
         )
     panels = [
         Panel(

@@ -46,7 +46,7 @@ def run(lab: Lab) -> Outcome:
             ways = {kind: by_examples(some, task, lab.preset) for kind, some in models.items()} | {
                 "lasso": of_baseline(Lasso(), task)
             }
-            found[sparsity] = measure(fresh(task, lab.n_prompts, n_points, lab.seed), ways)
+            found[sparsity] = measure(lab.watched(f"sparsity {sparsity}", fresh(task, lab.n_prompts, n_points, lab.seed)), ways)
     panels = [
         Panel(
             f"{sparsity} of {n_dims} weights are not 0",

@@ -60,7 +60,10 @@ def run(lab: Lab) -> Outcome:
             "ridge": [_by_baseline(Ridge(), repeats)],
         }
         options = dict(n_queries=lab.n_prompts, seed=lab.seed, batch_size=BATCH, n_repeats=repeats)
-        found[table.name] = measure(queries(table, n_dims, n_points, **options), ways)
+        found[table.name] = measure(
+            lab.watched(table.name, queries(table, n_dims, n_points, **options), repeats * min(lab.n_prompts, len(table.X))),
+            ways,
+        )
     names = [*MODELS, "3 nearest neighbours", "ridge"]
     rows: list[list[Cell]] = []
     for table in tables:

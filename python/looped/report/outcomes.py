@@ -77,6 +77,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.annotate(text, (x, 1), xycoords=("data", "axes fraction"), **note)
     axes.set(**{f"{axis}scale": "log" for axis, is_shown in logs.items() if is_shown})
     axes.set(xlabel=panel.x, ylabel=panel.y)
+    if logs.get("y") and (low := _least_of_models(panel)) > axes.get_ylim()[0] * 10:
+        axes.set_ylim(bottom=low / 10)  # a baseline that is exact would leave the models no room
     axes.set_title(panel.title, fontsize=10)
     if panel.lines:
         axes.legend(fontsize=7)
@@ -85,6 +87,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
 def _shown(values: list[float], on_log: bool) -> np.ndarray:
     array = np.array(values, dtype=float)
     return np.where(array < FLOOR, FLOOR, array) if on_log else array
+
+
+def _least_of_models(panel: Panel) -> float:
+    """The least positive value of the lines that are no baselines; 0 without one."""
+    values = np.array([value for line in panel.lines if line.kind != "baseline" for value in line.curve.mean], dtype=float)
+    return float(values[np.isfinite(values) & (values > 0)].min(initial=np.inf)) if (values > 0).any() else 0.0
 
 
 def _has_positive(line: Line, axis: str) -> bool:

@@ -29,7 +29,7 @@ def evaluation_tables(evaluation: Evaluation) -> list[Table]:
         errors.add_row(escape(name.replace("_", " ")), *cells, interval, f"{curve.n_prompts:,}")
     tables = [errors]
     for name, score in evaluation.scores.items():
-        if score.looped:
+        if score.looped and len(score.looped["error_by_loops"]["mean"]) > 1:  # a model that runs once has no loops to tell of
             tables.append(_loops_table(name, score.looped, score.error_by_examples.mean[-1]))
     return tables
 
@@ -44,7 +44,7 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     table.add_row("loops used, mean", f"{looped['mean_loops']:.1f}")
     table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
     n, last = len(by_loops), by_loops[-1]
-    change = f" ({error / last - 1:+.1%} against all {n} loops)" if last and rule["n_loops"] == n else ""
+    change = f" ({round(error / last - 1, 3) + 0.0:+.1%} against all {n} loops)" if last and rule["n_loops"] == n else ""
     table.add_row("last error, with the exit", _number(error) + change)
     table.add_row(f"... at the trained {trained} loops", _number(by_loops[trained - 1]))
     ratio = f" ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)" if by_loops[-1] and by_loops[trained - 1] else ""
