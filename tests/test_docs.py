@@ -1,5 +1,5 @@
-"""The examples of README.md, docs/calls.md and docs/programs.md run as they stand; those of the other pages have tests beside
-what they tell of."""
+"""The examples of README.md, docs/calls.md, docs/exits.md and docs/programs.md run as they stand; those of the other pages have
+tests beside what they tell of."""
 
 import re
 import textwrap
@@ -26,9 +26,11 @@ def python_blocks(name):
 def test_the_readme():
     (code,) = python_blocks("README.md")
     names = {}
+    torch.manual_seed(0)  # the example draws data of its own
     exec(compile(code, "README.md", "exec"), names)
     assert names["result"].finished.all()
-    assert names["deeper"].n_loops.max() > names["result"].n_loops.max()
+    assert (names["deeper"].n_loops == 200).all()
+    torch.testing.assert_close(names["asked"], names["own_xs"][10] @ torch.tensor([1.0, -2, 0, 0.5, 1]), rtol=0, atol=0.5)
 
 
 def test_the_page_on_calls(tmp_path, monkeypatch):
@@ -44,6 +46,16 @@ def test_the_page_on_calls(tmp_path, monkeypatch):
     assert names["result"].n_loops.tolist() == [20_000, 20_000]
     assert names["y"].shape == (2, 5, 16)
     assert (names["n_loops"] <= 100).all()
+
+
+def test_the_page_on_exits():
+    (code,) = python_blocks("docs/exits.md")
+    names = {}
+    exec(compile(code, "docs/exits.md", "exec"), names)
+    least, most, backend = re.search(r'# (\d+) to (\d+); "(\w+)"', code).groups()
+    n_loops = names["result"].n_loops
+    assert backend == names["result"].backend
+    assert abs(int(least) - n_loops.min()) <= 1 and abs(int(most) - n_loops.max()) <= 1  # rounding may move a loop
 
 
 @pytest.mark.skipif(not cpu.is_there(), reason="the C++ engine is not built")
