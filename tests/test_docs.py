@@ -55,7 +55,8 @@ def test_the_page_on_exits():
     least, most, backend = re.search(r'# (\d+) to (\d+); "(\w+)"', code).groups()
     n_loops = names["result"].n_loops
     assert backend == names["result"].backend
-    assert abs(int(least) - n_loops.min()) <= 1 and abs(int(most) - n_loops.max()) <= 1  # rounding may move a loop
+    assert abs(int(least) - n_loops.min()) <= 1
+    assert abs(int(most) - n_loops.max()) <= 1
 
 
 @pytest.mark.skipif(not cpu.is_there(), reason="the C++ engine is not built")
