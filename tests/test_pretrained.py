@@ -10,7 +10,7 @@ import looped
 from looped.checkpoint import load_model
 from looped.cli import EVAL_TOLERANCE
 from looped.exits import ROUNDING_LEVEL, Contraction
-from looped.icl.baselines import Averaging, KNearestNeighbours
+from looped.icl.baselines import Averaging, KNearestNeighbours, LeastSquares
 from looped.icl.evaluate import batches
 from looped.icl.prompts import interleave
 from looped.icl.settling import rests_on_float32_states
@@ -67,6 +67,20 @@ def test_states_come_to_rest(model, pairs):
     assert rests_on_float32_states(model, x[:64], 600).double().mean() >= 0.9
 
 
+@pytest.mark.parametrize(("name", "most"), [("decision_tree", 0.1), ("relu_2nn_regression", 0.12)])
+def test_functions_that_are_not_linear(name, most):
+    task = preset("small", name).make_task()
+    xs, ys = next(batches(task, N_PROMPTS, 21, seed=77, batch_size=N_PROMPTS))
+
+    def error(prediction):
+        return ((prediction - ys) ** 2).mean(0)[20] / task.error_scale
+
+    found = error(looped.solve(load_pretrained(name), interleave(xs, ys)).prediction)
+    assert found <= most
+    for baseline in (KNearestNeighbours(3), LeastSquares()):
+        assert found <= error(baseline.predict(xs, ys)) / 2
+
+
 def test_injection_buys_something(model, pairs):
     """The weight-tied twin, trained the same way, is as good at its trained loops, and drifts away past them."""
     twin = load_pretrained("linear_regression_tied")
@@ -92,7 +106,11 @@ def test_one_layer_is_as_good_as_twelve(model, pairs):
 def test_every_model_has_its_card_and_the_configuration_it_was_trained_with():
     models = bundled_models()
     names = ("linear_regression", "sparse_linear_regression")
-    assert {*(name + twin for name in names for twin in ("", "_tied", "_unlooped")), "relu_2nn_regression"} <= set(models)
+    assert {
+        *(name + twin for name in names for twin in ("", "_tied", "_unlooped")),
+        "decision_tree",
+        "relu_2nn_regression",
+    } <= set(models)
     assert sum(f.stat().st_size for folder in models.values() for f in Path(folder).iterdir()) < 6_000_000
     for name, folder in models.items():
         card = (Path(folder) / "README.md").read_text()
