@@ -756,7 +756,7 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
     assert len(fixed) == 20
     of_all = [row for row in outcome.sheet.rows if row[1] == "all"]
     assert len(of_all) == 2 * len(adaptive.TOLERANCES)
-    for _, _, _, _, mean, error, same, whole, kept, kept_same in of_all:
+    for _, _, _, _, mean, error, same, whole, kept, kept_same, _ in of_all:
         assert same == pytest.approx(np.interp(mean, range(1, 21), fixed))
         assert whole == pytest.approx(fixed[-1])
         assert (kept, kept_same) == (pytest.approx(whole / error), pytest.approx(whole / same))
@@ -771,10 +771,27 @@ def test_adaptive_compares_at_the_same_mean_cost(tmp_path, monkeypatch):
             assert sum(share * row[place] for share, row in zip(shares, by_task.values(), strict=True)) == pytest.approx(
                 whole_mix[place]
             )
-    wins = [sum(row[5] < row[6] for row in of_all if row[2] == way) for way in ("per prompt", "per token")]
+    verdicts = [[row[10] for row in of_all if row[2] == way] for way in ("per prompt", "per token")]
+    assert all(row[10] == "-" or (row[10] == "yes") == (row[5] < row[6]) for row in of_all)
     found = [claim for claim in outcome.claims if "same mean" in claim.text]
-    assert [(claim.measured, claim.holds) for claim in found] == [(f"at {n} of 5", n > 2.5) for n in wins]
-    assert all(claim.text.endswith("(here: at more than half of the tolerances)") for claim in found)
+    assert [(claim.measured, claim.holds) for claim in found] == [
+        (f"at {some.count('yes')} of 5, larger at {some.count('no')}", some.count("yes") > 2.5) for some in verdicts
+    ]
+    assert all("(here: at more than half of the tolerances, the 90 % interval" in claim.text for claim in found)
+
+
+def test_a_smaller_error_is_one_beyond_chance():
+    errors = torch.rand(400, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    clear, within = (
+        errors + 0.01 + 0.01 * noise,
+        errors + 0.0001 + 0.01 * noise,
+    )  # a paired difference is seen through the spread of errors
+    assert adaptive._is_smaller(errors, clear) == "yes"
+    assert adaptive._is_smaller(clear, errors) == "no"
+    assert adaptive._is_smaller(errors, within) == "-"
+    clear[0] = math.nan
+    assert adaptive._is_smaller(errors, clear) == "-"
 
 
 @pytest.mark.parametrize("name", ["functions", "sparsity", "shift", "sample-efficiency"])
