@@ -132,6 +132,22 @@ def test_impossible_cells_are_absent_not_zero():
     assert "NaN" not in json.dumps(result.to_dict())
 
 
+def test_predictions_of_a_model_that_are_not_finite_are_counted_and_told():
+    """Apart from those that a predictor does not make by design."""
+    model = icl_model(dtype=torch.float32, n_loops=2)
+    with torch.no_grad():
+        model.read_out.weight.fill_(math.nan)
+    result = evaluate(
+        LinearRegression(3), [LoopedPredictor(model), Always(0.0, missing=(4,))], n_prompts=5, n_points=6, n_loops_settling=0
+    )
+    scores = result.to_dict()["predictors"]
+    assert scores["looped"]["error_by_examples"]["n_not_finite"] == [5] * 6
+    assert scores["looped"]["error_by_loops"]["n_not_finite"] == [5] * 10
+    assert scores["always"]["error_by_examples"]["n_not_finite"] == [0] * 6
+    assert scores["always"]["error_by_examples"]["n_missing"] == [0, 0, 0, 0, 5, 0]
+    assert result.remarks() == ["looped: not finite for 5 of 5 prompts with 0 examples; its means are of the others"]
+
+
 def test_slow_and_missing_predictors_are_reported(caplog, monkeypatch):
     monkeypatch.setattr(evaluation_module, "SLOW_PROMPTS", 5)
     slow, missing = Always(0.0, "slow", cost="slow"), Always(0.0, "missing", why_unavailable="missing: pip install it")

@@ -29,6 +29,7 @@ from looped.experiments.adaptive import Level, fixed_errors, levels, mixed_batch
 from looped.experiments.catalog import FIRST_LOOK, models_of
 from looped.experiments.measure import Measured, single
 from looped.icl.baselines import baselines_for
+from looped.icl.curves import RunningCurve
 from looped.icl.evaluate import batches
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.probe import Probes, targets_of
@@ -167,6 +168,98 @@ def test_fixed_point_claims():
     assert not fixed_point._claims(same, loops, examples, 2, 1)[2].holds, "as many parameters"
 
 
+# Models whose predictions are not finite
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "label", "about"),
+    [
+        ("fixed-point", "linear_regression", "looped", ("with injection", "the looped model")),
+        ("loops-and-window", "linear_regression_b4_T1", "b=4", ("linear regression, T=1: ", "linear regression: a smaller")),
+        ("sample-efficiency", "set_of_64_d2_looped_lr0.003", "looped", "d=2"),
+        ("shift", "linear_regression", "looped", ""),
+        ("functions", "linear_regression", "looped", "linear regression: the looped"),
+        ("sparsity", "sparse_linear_regression", "looped", ""),
+        ("architecture", "linear_regression", "1", ("with more layers", "one looped", "a wider", "the error is least")),
+        ("adaptive", "linear_regression", "same loops for all", "linear regression: "),
+    ],
+)
+def test_no_verdict_rests_on_a_model_that_gives_nan(folder, tmp_path, name, given, label, about):
+    """The experiment runs to its end, says so, draws its figure, and decides what does not rest on the model."""
+    model = icl_model(std=0.1, n_dims=2, n_points=5, n_loops=4, d_model=32, dtype=torch.float32)
+    with torch.no_grad():
+        model.read_out.weight.fill_(math.nan)
+    looped.save_model(model, tmp_path / "nan")
+    outcome = run_experiment(name, quick(folder, given={given: str(tmp_path / "nan")}))
+    note = next(note for note in outcome.notes if "not finite" in note)
+    assert note.startswith(f"{label}: not finite for 6 of 6 prompts at ")
+    claims = [claim for claim in outcome.claims if claim.text.startswith(about)]
+    assert claims
+    assert [claim.holds for claim in claims] == [None] * len(claims)
+    assert json.dumps(outcome.to_dict(), allow_nan=False)
+
+
+def test_a_model_is_not_judged_on_the_prompts_that_it_survives(folder, monkeypatch):
+    """Where it is all but exact on a third of the prompts and gives NaN or infinity on the others."""
+    predict = LoopedPredictor.predict
+
+    def broken(self, xs, ys):
+        if self.model.config.n_loops == 1:
+            return predict(self, xs, ys)
+        predictions = ys + 1e-3
+        predictions[::3, 3], predictions[1::3, 2:] = math.nan, math.inf
+        return predictions
+
+    monkeypatch.setattr(LoopedPredictor, "predict", broken)
+    outcome = run_experiment("functions", quick(folder, n_prompts=9))
+    looped_line = outcome.panels[0].lines[0]
+    assert (looped_line.label, looped_line.curve.n_not_finite) == ("looped", [0, 0, 3, 6, 3])
+    assert max(looped_line.curve.mean) < 1e-5
+    assert all(claim.holds is None for claim in outcome.claims)
+    (note,) = (note for note in outcome.notes if "not finite" in note)
+    assert note == (
+        "looped: not finite for 6 of 9 prompts at 3 examples in the prompt (linear regression, looped 20 times), and in 3 more "
+        "of the panels; its means are of the others, and no verdict rests on it"
+    )
+
+
+def test_a_learning_rate_whose_model_gives_nan_loses(folder, monkeypatch):
+    models = {lr: icl_model(std=lr, n_dims=2, n_points=5, n_loops=4, dtype=torch.float32) for lr in (0.1, 0.2)}
+    with torch.no_grad():
+        models[0.1].read_out.weight.fill_(math.nan)
+    monkeypatch.setattr(Lab, "models", lambda self, name, config: [models[config.lr]])
+    lab = quick(folder)
+    by_lr = {lr: sets.run_on(lab, 2, 4, lr, unlooped=False) for lr in models}
+    assert sets._best(lab, by_lr)[0] == 0.2
+
+
+def test_predictions_that_cease_to_be_finite_diverge():
+    errors = RunningCurve()
+    errors.add(torch.tensor([[1.0, 0.5, 0.5, math.inf], [1.0, 0.5, 0.5, 0.375]]))
+    assert grid._row(errors.curve(), 2) == [0.5, 0.375, 4, 0.375, 0.75, "yes"]
+    assert grid._row(errors.curve(), 4)[-1] is None
+    lost = RunningCurve()
+    lost.add(torch.full((2, 3), math.inf))
+    row = grid._row(lost.curve(), 2)
+    assert (row[2], row[5]) == (None, None)
+
+
+def test_shifts_without_any_finite_error_have_none():
+    assert shift.mean_error([1.0, math.nan]) is None
+    assert shift.last_measured([math.nan], [math.nan]) == 0
+
+
+def test_probes_that_are_not_finite_are_noted_and_not_judged(folder):
+    flat = torch.ones(2, 4)
+    found = {"looped": flat.clone(), "looped, control": flat, "unlooped": flat, "unlooped, control": flat}
+    lab = quick(folder)
+    assert list(probe._sound(lab, found)) == list(found)
+    assert not lab.notes
+    found["looped"][1, 2] = math.nan
+    assert list(probe._sound(lab, found)) == ["unlooped", "unlooped, control"]
+    assert lab.notes == ["looped: errors of its probes are not finite, and no verdict rests on it"]
+
+
 # loops-and-window, sample-efficiency, architecture, sparsity, functions
 
 
@@ -211,7 +304,7 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
     assert [claim.holds for claim in claims] == [True] * 4 + [None], "the first four are of the least and the largest b"
     assert claims[-1].measured == "0.35 at T=1, 0.15 at T=2 (2 of 3 values of b measured)"
     assert grid.settled_at([5.0, 1.09, 1.0, 2.0]) == [2]
-    assert grid._row(errors(3, 0.5, 1.1), 3)[-1] == "yes"
+    assert grid._row(single(errors(3, 0.5, 1.1)), 3)[-1] == "yes"
 
     def diverge(*args, **kwargs):
         raise FloatingPointError("train: the loss has exploded at step 9")

@@ -199,6 +199,8 @@ def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:
         console = Console(width=None if sys.stdout.isatty() else 100)
         for table in evaluation_tables(result):
             console.print(table)
+    for remark in result.remarks():
+        click.echo(f"looped: {remark}", err=True)
     if out:  # after printing: a full disk must not lose the result
         from looped.report.plots import plot_evaluation
 

@@ -17,7 +17,7 @@ from looped.exits import Contraction, Fixed
 from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import BATCH, REACH, joined, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
-from looped.icl.curves import Curve, RunningCurve
+from looped.icl.curves import Curve, RunningCurve, errors_of_model
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.tasks import (
@@ -118,8 +118,7 @@ def fixed_errors(predictor: LoopedPredictor, batches: Iterable[Mixed]) -> Tensor
     for mixed in batches:
         predictions = predictor.run(*mixed.pairs, exit=Fixed(), return_predictions=True).predictions
         assert isinstance(predictions, Tensor)
-        last = predictions[:, :, -1].cpu().double()
-        rows.append((last - mixed.pairs.ys[:, -1:].double()).square() / mixed.variance[:, None])
+        rows.append(errors_of_model(predictions[:, :, -1], mixed.ys[:, -1:], 1.0) / mixed.variance[:, None])
     return torch.cat(rows)
 
 
@@ -129,8 +128,7 @@ def used_loops(predictor: LoopedPredictor, batches: Iterable[Mixed], exit: Contr
     for mixed in batches:
         result = predictor.run(*mixed.pairs, exit=exit, on_stall="exit")
         assert isinstance(result.prediction, Tensor)
-        last = result.prediction[:, -1].cpu().double()
-        errors.append((last - mixed.pairs.ys[:, -1].double()).square() / mixed.variance)
+        errors.append(errors_of_model(result.prediction[:, -1], mixed.ys[:, -1], 1.0) / mixed.variance)
         by_token = result.n_loops_by_token
         loops.append((by_token.double().mean(dim=1) if isinstance(by_token, Tensor) else result.n_loops.double()).cpu())
     return Used(torch.cat(loops), torch.cat(errors))
@@ -186,6 +184,7 @@ def _study(
     parts = {"all": torch.ones_like(level, dtype=torch.bool)} | _by_task(some, level)
     for way, scope in ways.items():
         verdicts: list[str] = []
+        is_sound = bool(every.isfinite().all())
         for tol in TOLERANCES:
             exit, title = Contraction(tol=tol, scope=scope), f"{name}, loops {way}, tol {tol:g}"
             each = [used_loops(predictor, lab.watched(title, batches()), exit) for predictor in predictors]
@@ -199,17 +198,18 @@ def _study(
                     rows.append([name, task, way, f"{tol:g}", *means, means[3] / means[1], means[3] / means[2], smaller])
                     verdicts += [smaller] if task == "all" else []
             points[way].append((float(used.loops.mean()), float(used.error.mean())))
+            is_sound &= bool(used.error.isfinite().all())
             if tol == SHOWN and way == "per prompt":
                 panels.append(_by_difficulty(name, some, level, used, len(models)))
-                claims += _claims(name, some, level, used)
+                claims += _claims(name, some, level, used, is_sound)
         title = name.replace("_", " ")
         text = (
             f"{title}: for the same mean loops, loops {way} give the smaller error (here: at more than half of the tolerances, "
             "the 90 % interval of the difference, prompt by prompt, below 0)"
         )
         better, worse = verdicts.count("yes"), verdicts.count("no")
-        measured = f"at {better} of {len(TOLERANCES)}, larger at {worse}"
-        claims.append(Claim("future work", text, measured, 2 * better > len(TOLERANCES)))
+        measured = f"at {better} of {len(TOLERANCES)}, larger at {worse}" if is_sound else "errors are not finite"
+        claims.append(Claim("future work", text, measured, 2 * better > len(TOLERANCES) if is_sound else None))
     by_seed = [errors.mean(dim=0).tolist() for errors in by_model] if len(by_model) > 1 else []
     counts = [len(models)] * cap
     lines = [Line("same loops for all", range(1, cap + 1), _curve(every), "baseline", by_seed, models_at=counts)]
@@ -231,11 +231,12 @@ def _by_task(some: list[Level], level: Tensor) -> dict[str, Tensor]:
 def _is_smaller(errors: Tensor, others: Tensor) -> str:
     """Whether errors of the same prompts are smaller: "yes" or "no" where the 90 % bootstrap interval of the mean difference is
     on one side of 0, else, and where not all are finite, "-"."""
-    running = RunningCurve()
-    running.add((errors - others)[:, None])
-    curve = running.curve()
-    if curve.n_missing[0]:
+    differences = errors - others
+    if not differences.isfinite().all():
         return "-"
+    running = RunningCurve()
+    running.add(differences[:, None])
+    curve = running.curve()
     return "yes" if curve.high[0] < 0 else "no" if curve.low[0] > 0 else "-"
 
 
@@ -270,12 +271,13 @@ def _by_difficulty(name: str, some: list[Level], level: Tensor, used: Used, n_mo
     return Panel(f"{name.replace('_', ' ')}: loops used at {SHOWN:g}, by difficulty", "difficulty", "loops", lines, log="")
 
 
-def _claims(name: str, some: list[Level], level: Tensor, used: Used) -> list[Claim]:
+def _claims(name: str, some: list[Level], level: Tensor, used: Used, is_sound: bool) -> list[Claim]:
+    """Without a verdict where errors are not finite: loops of such a model say nothing."""
     title, claims = name.replace("_", " "), []
     for family in dict.fromkeys(one.family for one in some):
         own = [(i, one) for i, one in enumerate(some) if one.family == family and (level == i).any()]
         means = [float(used.loops[level == i].mean()) for i, _ in own]
-        holds = means == sorted(means) and means[-1] > 1.05 * means[0] if len(means) > 1 else None
+        holds = means == sorted(means) and means[-1] > 1.05 * means[0] if len(means) > 1 and is_sound else None
         text = f"{title}: harder prompts ({family}) take more loops (here: each, and the hardest by 5 %)"
         measured = ", ".join(f"{one.difficulty:g}: {mean:.1f}" for (_, one), mean in zip(own, means, strict=True))
         claims.append(Claim("future work", text, measured, holds))

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from looped.experiments.lab import Lab, Run, n_parameters
-from looped.experiments.loops_and_window import MATCHES, SETTLED, published_run, settled_at, steps_apart
-from looped.experiments.measure import Measured, by_examples, by_loops, fresh, line, measure
+from looped.experiments.loops_and_window import MATCHES, SETTLED, published_run, settled, settled_at, steps_apart
+from looped.experiments.measure import Measured, by_examples, by_loops, fresh, least, line, measure, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.shift import unlooped_of_depth
 from looped.experiments.verdict import part_of
@@ -58,8 +58,8 @@ def run(lab: Lab) -> Outcome:
                 value,
                 n_parameters(models[0]),
                 errors[n_loops - 1],
-                min(errors),
-                *settled_at(errors),
+                least(errors),
+                settled(errors),
                 errors[-1],
             ]
             rows.append(row)
@@ -67,11 +67,11 @@ def run(lab: Lab) -> Outcome:
         lines = [line(f"{value}", xs, one) for value, one in found[field].items()]
         y = "squared error / variance of y, all examples"
         panels.append(Panel(TITLES[field], "loops", y, lines, "xy", [(n_loops, "trained loops")]))
-    beside = _beside_unlooped(lab, wanted, found["n_core"], rows)
+    beside = _beside_unlooped(lab, wanted, sound(found["n_core"]), rows)
     columns = ["", "value", "parameters", "error at b", "best", "settled at loop", f"at {REACH} b"]
     settings = dict(n_loops=n_loops, values={field: list(values) for field, values in VALUES[lab.preset].items()})
     sheet = Sheet("squared error / variance of y with all examples", columns, rows)
-    errors_of = {field: {v: one.curve.mean for v, one in some.items()} for field, some in found.items()}
+    errors_of = {field: {v: one.curve.mean for v, one in sound(some).items()} for field, some in found.items()}
     claims = [*_claims(errors_of, n_loops, VALUES[lab.preset]), beside]
     return Outcome("architecture", "Fig. 7", lab.preset, settings, panels, sheet, claims)
 
@@ -116,8 +116,9 @@ def _beside_unlooped(
     error, task = None, config.make_task()
     if models := lab.models(name, config):
         prompts = fresh(task, lab.n_prompts, config.points.end, lab.seed)
-        error = measure(lab.watched(name, prompts), {name: by_examples(models, task)})[name].curve.mean[-1]
-        rows.append(["unlooped layers", depth, n_parameters(models[0]), error, *[None] * 3])
+        curve = measure(lab.watched(name, prompts), {name: by_examples(models, task)})[name].curve
+        rows.append(["unlooped layers", depth, n_parameters(models[0]), curve.mean[-1], *[None] * 3])
+        error = curve.mean[-1] if curve.least_finite is None else None
     text = f"one looped layer matches {depth} unlooped layers, after more loops than these are"
     text += f" (here: its first loop within {MATCHES} x of their error)"
     if error is None or 1 not in by_layers:

@@ -8,7 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from looped.experiments.lab import Lab
-from looped.experiments.outcome import Outcome
+from looped.experiments.outcome import Outcome, lines_not_finite
 from looped.suggestion import suggestion
 from looped.train import TrainConfig
 
@@ -65,7 +65,12 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
         outcome,
         settings=settings | outcome.settings,
         models=dict(lab.used),
-        notes=[*lab.remarks(), *outcome.notes, *([FIRST_LOOK] if lab.preset == "tiny" else [])],
+        notes=[
+            *lab.remarks(),
+            *lines_not_finite(outcome.panels),
+            *outcome.notes,
+            *([FIRST_LOOK] if lab.preset == "tiny" else []),
+        ],
         seconds=time.perf_counter() - begin,
         variant=lab.variant,
     )

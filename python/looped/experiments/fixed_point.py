@@ -5,7 +5,19 @@ from __future__ import annotations
 import math
 
 from looped.experiments.lab import Lab, Run, n_parameters
-from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, kind_of, line, measure, of_baseline
+from looped.experiments.measure import (
+    REACH,
+    Measured,
+    by_examples,
+    by_loops,
+    fresh,
+    kind_of,
+    least,
+    line,
+    measure,
+    of_baseline,
+    sound,
+)
 from looped.experiments.outcome import Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
 
@@ -58,13 +70,14 @@ def run(lab: Lab) -> Outcome:
         dict(task=task.name, n_dims=task.n_dims, n_points=n_points, n_loops_trained=n_loops),
         panels,
         _sheet(models, loops, examples, n_loops),
-        _claims(models, loops, examples, n_loops, task.n_dims),
+        _claims(models, sound(loops), sound(examples), n_loops, task.n_dims),
     )
 
 
 def worst_beyond(errors: list[float], n_loops: int) -> float:
-    """The largest error from the trained loops on, over that at the trained loops."""
-    return max(errors[n_loops - 1 :]) / errors[n_loops - 1]
+    """The largest error from the trained loops on, over that at the trained loops; NaN where none was measured."""
+    beyond = [error for error in errors[n_loops - 1 :] if not math.isnan(error)]
+    return max(beyond, default=math.nan) / errors[n_loops - 1]
 
 
 def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measured], n_loops: int) -> Sheet:
@@ -74,8 +87,9 @@ def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measure
         at = found.curve.mean[-1]
         if name in loops:
             errors = loops[name].curve.mean
-            best = min(range(len(errors)), key=errors.__getitem__)
-            rows.append([name, size, at, errors[best], best + 1, errors[-1], errors[-1] / at, worst_beyond(errors, n_loops)])
+            best = least(errors)
+            at_loop = errors.index(best) + 1 if best in errors else None
+            rows.append([name, size, at, best, at_loop, errors[-1], errors[-1] / at, worst_beyond(errors, n_loops)])
         else:
             rows.append([name, size, at, *[None] * 5])
     far = REACH * n_loops
@@ -84,16 +98,21 @@ def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measure
     return Sheet("error with all examples", columns, rows)
 
 
+def _said(ratio: float, holds: bool, where: str = "") -> tuple[str, bool | None]:
+    """A ratio in words with its verdict; neither where it was not measured."""
+    return ("-", None) if math.isnan(ratio) else (f"{ratio:.2f} x{where}", holds)
+
+
 def _claims(models: dict, loops: dict[str, Measured], examples: dict[str, Measured], n_loops: int, n_dims: int) -> list[Claim]:
     far = REACH * n_loops
     claims = []
     text = f"with injection the error stays where it is past the trained loops (here: within 1.2 x to {far} loops)"
     ratio = worst_beyond(loops["looped"].curve.mean, n_loops) if "looped" in loops else math.nan
-    claims.append(Claim("Fig. 2, 3", text, f"{ratio:.2f} x at its worst", None if math.isnan(ratio) else ratio <= 1.2))
+    claims.append(Claim("Fig. 2, 3", text, *_said(ratio, ratio <= 1.2, " at its worst")))
     text = f"weight tying alone drifts off past the trained loops (here: by more than 2 x at {far} loops)"
     tied = loops["tied"].curve.mean if "tied" in loops else [math.nan] * far
     ratio = tied[far - 1] / tied[n_loops - 1]
-    claims.append(Claim("Fig. 3", text, f"{ratio:.2f} x", None if math.isnan(ratio) else ratio > 2))
+    claims.append(Claim("Fig. 3", text, *_said(ratio, ratio > 2)))
     text = (
         f"the looped model is as good as the unlooped one (here: within 1.3 x at {2 * n_dims} examples, 1/8 of the parameters)"
     )

@@ -14,6 +14,7 @@ from looped.experiments.measure import (
     n_loops_tested,
     of_baseline,
     on_shared,
+    sound,
 )
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import Lasso, baselines_for
@@ -65,7 +66,7 @@ def run(lab: Lab) -> Outcome:
         seconds |= {f"{name}: {label}": round(one.seconds, 2) for label, one in found.items()}
         panels.append(_panel(name, found, task.n_dims, n_points[name], n_loops.get(name)))
         rows += _rows(name, found, models, task.n_dims)
-        claims += _claims(name, found, task.n_dims)
+        claims += _claims(name, sound(found), task.n_dims)
     boosted = sum(value for label, value in seconds.items() if "xgboost" in label)
     lab.notes.append(f"measured in {sum(seconds.values()) - boosted:.0f} s, and XGBoost in {boosted:.0f} s beside it")
     sheet = Sheet(

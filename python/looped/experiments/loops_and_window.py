@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, line, measure
+from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, least, line, measure, sound
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_all, part_of
+from looped.icl.curves import Curve
 from looped.train import Ramp
 
 TASK = "linear_regression"  # of Fig. 4
@@ -105,12 +107,12 @@ def run(lab: Lab) -> Outcome:
             one = measure(lab.watched(label, fresh(task, lab.n_prompts, config.points.end, lab.seed)), ways)["looped"]
             found[n_loops, window] = one
             lines[window].append(line(f"b={n_loops}", range(1, REACH * n_loops + 1), one))
-            rows.append([name, n_loops, window, *_row(one.curve.mean, n_loops)])
+            rows.append([name, n_loops, window, *_row(one.curve, n_loops)])
         y = "squared error / variance of y, all examples"
         for window, some in lines.items():
             marks = [(b, f"b={b}") for b in grid.loops if b >= window]
             panels.append(Panel(f"{name.replace('_', ' ')}, T={window}", "loops", y, some, "xy", marks))
-        by_task[name] = {key: one.curve.mean for key, one in found.items()}
+        by_task[name] = {key: one.curve.mean for key, one in sound(found).items()}
         claims += _claims(name, grid, by_task[name])
     if UNLOOPED in (every := runs(lab)):
         claims.append(_beside_unlooped(lab, every[UNLOOPED], by_task[TASK], rows))
@@ -125,8 +127,13 @@ def run(lab: Lab) -> Outcome:
 def settled_at(*models: Sequence[float]) -> list[int]:
     """For the errors of one or several models by loops, each one's first loop with at most `SETTLED` times the largest of their
     least errors: the same error for all, as a worse model is sooner near a least error of its own."""
-    level = SETTLED * max(min(errors) for errors in models)
+    level = SETTLED * max(least(errors) for errors in models)
     return [next(i for i, error in enumerate(errors, start=1) if error <= level) for errors in models]
+
+
+def settled(errors: Sequence[float]) -> int | None:
+    """`settled_at` of one model; None where nothing was measured."""
+    return None if math.isnan(least(errors)) else settled_at(errors)[0]
 
 
 def steps_apart(lab: Lab, one: Run, unlooped: Run) -> str:
@@ -137,10 +144,12 @@ def steps_apart(lab: Lab, one: Run, unlooped: Run) -> str:
     return f"; trained for {config.n_steps:,} steps, the unlooped one for {twin.n_steps:,}"
 
 
-def _row(errors: list[float], n_loops: int) -> list[Cell]:
+def _row(curve: Curve, n_loops: int) -> list[Cell]:
+    """A model whose predictions cease to be finite past its b loops diverges; of one with such at b nothing is said."""
+    errors, lost = curve.mean, curve.n_not_finite
     ratio = errors[-1] / errors[n_loops - 1]
-    verdict = "yes" if ratio > DIVERGES else "no"
-    return [errors[n_loops - 1], min(errors), *settled_at(errors), errors[-1], ratio, verdict]
+    verdict = None if lost[n_loops - 1] else "yes" if lost[-1] or ratio > DIVERGES else "no"
+    return [errors[n_loops - 1], least(errors), settled(errors), errors[-1], ratio, verdict]
 
 
 def _claims(name: str, grid: Grid, found: dict[tuple[int, int], list[float]]) -> list[Claim]:
@@ -202,8 +211,9 @@ def _beside_unlooped(lab: Lab, unlooped: Run, found: Mapping[tuple[int, int], li
     if models := lab.models(name, config):
         ways = {name: by_examples(models, task)}
         prompts = lab.watched(name, fresh(task, lab.n_prompts, config.points.end, lab.seed))
-        errors = measure(prompts, ways)[name].curve.mean
-        rows.append([TASK, f"{depth} unlooped layers", None, errors[-1], *[None] * 5])
+        curve = measure(prompts, ways)[name].curve
+        rows.append([TASK, f"{depth} unlooped layers", None, curve.mean[-1], *[None] * 5])
+        errors = curve.mean if curve.least_finite is None else []
     windows = [window for window in GRIDS[lab.preset][TASK].windows if window <= depth]
     ratios = {w: found[depth, w][depth - 1] / errors[-1] for w in windows if errors and (depth, w) in found}
     measured = ", ".join(f"{ratio:.2f} x at T={window}" for window, ratio in ratios.items()) or "-"

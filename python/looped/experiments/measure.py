@@ -14,7 +14,7 @@ from torch import Tensor
 from looped.exits import Fixed
 from looped.experiments.outcome import Line
 from looped.icl.baselines import Baseline
-from looped.icl.curves import Curve, RunningCurve
+from looped.icl.curves import Curve, RunningCurve, errors_of_model
 from looped.icl.evaluate import SLOW_PROMPTS, batches
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.shifts import ShiftedPairs
@@ -27,6 +27,7 @@ REACH = 5  # times the trained loops: how far past them is looked, and those of 
 KINDS = {"looped": "looped", "tied": "twin", "unlooped": "twin"}  # of a line, by the model's kind
 
 Prompts = TypeVar("Prompts", Pairs, ShiftedPairs)
+Name = TypeVar("Name")
 Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
 
 
@@ -82,6 +83,16 @@ def on_shared(some: Sequence[Measured]) -> tuple[int, list[list[float]]]:
     return n_shared, [one.curve.mean if one.curve.n_prompts == n_shared else list(one.first) for one in some]
 
 
+def sound(found: Mapping[Name, Measured]) -> dict[Name, Measured]:
+    """What claims may rest on: without the models that have a prediction that is not finite, as if these were not there."""
+    return {name: one for name, one in found.items() if one.curve.least_finite is None}
+
+
+def least(errors: Iterable[float]) -> float:
+    """The least of what was measured; NaN where nothing was."""
+    return min((error for error in errors if not math.isnan(error)), default=math.nan)
+
+
 def kind_of(name: str) -> str:
     """How the line of a model ("looped", "tied", "unlooped", "unlooped L=4") or of a baseline is drawn."""
     return KINDS.get(name.partition(" L=")[0], "baseline")
@@ -128,7 +139,7 @@ def by_examples(models: Sequence[LoopedTransformer], task: Task, preset: str = "
 
     def way(model: LoopedTransformer) -> Way:
         predictor = LoopedPredictor(model, n_loops=n_loops_tested(model, task, preset) if preset else None)
-        return lambda pairs: squared(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task)
+        return lambda pairs: errors_of_model(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task.error_scale)
 
     return [way(model) for model in models]
 
@@ -142,7 +153,7 @@ def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> l
         def rows(pairs: Pairs) -> Tensor:
             predictions = predictor.run(pairs.xs, pairs.ys, return_predictions=True).predictions
             assert isinstance(predictions, Tensor)
-            return squared(predictions[:, :, -1], pairs.ys[:, -1:], task)
+            return errors_of_model(predictions[:, :, -1], pairs.ys[:, -1:], task.error_scale)
 
         return rows
 
@@ -157,7 +168,7 @@ def of_baseline(baseline: Baseline, task: Task) -> list[Way]:
 
 
 def squared(predictions: Tensor, ys: Tensor, task: Task) -> Tensor:
-    """(prediction - y)^2 / the variance of y."""
+    """(prediction - y)^2 / the variance of y, of a baseline: NaN where it has no prediction."""
     return (predictions.cpu().double() - ys.cpu().double()).square() / task.error_scale
 
 
@@ -169,9 +180,9 @@ def mean_ratio(errors: Sequence[float], others: Sequence[float]) -> float:
 
 def joined(curves: Sequence[Curve]) -> Curve:
     """The last places of several curves as the places of one; n_prompts is the least of theirs."""
-    parts = ([getattr(curve, part)[-1] for curve in curves] for part in ("mean", "low", "high", "n_missing"))
-    mean, low, high, n_missing = parts
-    return Curve(mean, low, high, min(curve.n_prompts for curve in curves), n_missing)
+    names = ("mean", "low", "high", "n_missing", "n_not_finite")
+    mean, low, high, n_missing, n_not_finite = ([getattr(curve, name)[-1] for curve in curves] for name in names)
+    return Curve(mean, low, high, min(curve.n_prompts for curve in curves), n_missing, n_not_finite)
 
 
 def single(values: Sequence[float], n_prompts: int = 0) -> Curve:

@@ -62,6 +62,22 @@ class Panel:
     marks: Sequence[tuple[float, str]] = ()
 
 
+def lines_not_finite(panels: Sequence[Panel]) -> list[str]:
+    """Of each label whose lines have predictions that are not finite: where there are the most, and how many."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for panel in panels:
+        for line in panel.lines:
+            if (at := line.curve.least_finite) is not None:
+                n_lost, where = line.curve.n_not_finite[at], f"{line.xs[at]:g} {panel.x} ({panel.title})"
+                found.setdefault(line.label, []).append((n_lost, f"{n_lost} of {line.prompts_at[at]} prompts at {where}"))
+    remarks = []
+    for label, some in found.items():
+        most = max(some, key=lambda one: one[0])[1]
+        more = f", and in {len(some) - 1} more of the panels" if len(some) > 1 else ""
+        remarks.append(f"{label}: not finite for {most}{more}; its means are of the others, and no verdict rests on it")
+    return remarks
+
+
 @dataclass(frozen=True)
 class Sheet:
     """The table."""

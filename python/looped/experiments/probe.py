@@ -67,7 +67,15 @@ def run(lab: Lab) -> Outcome:
     columns = ["target", "model", "embedded prompt", "after the first", "best", "at", "after the last", "control, best"]
     settings = dict(n_dims=task.n_dims, n_examples=n_examples, steps=STEPS[lab.preset], batch=BATCH[lab.preset], lr=1e-3)
     sheet = Sheet("squared error / dimensions of the probes, mean over numbers of examples", columns, rows)
-    return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(found))
+    return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(_sound(lab, found)))
+
+
+def _sound(lab: Lab, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The kinds whose probes, and those of their control task, have finite errors; a note says of which others not."""
+    kinds = [kind for kind in ("looped", "unlooped") if kind in found]
+    bad = [kind for kind in kinds if not all(found[name].isfinite().all() for name in (kind, f"{kind}, control"))]
+    lab.notes += [f"{kind}: errors of its probes are not finite, and no verdict rests on it" for kind in bad]
+    return {name: errors for name, errors in found.items() if name.partition(",")[0] not in bad}
 
 
 def _line(name: str, errors: torch.Tensor, n_prompts: int) -> Line:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from looped.experiments.lab import Lab, Run
-from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line_of_last, measure
+from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line_of_last, measure, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_most, part_of
 from looped.model import LoopedTransformer
@@ -87,7 +87,7 @@ def run(lab: Lab) -> Outcome:
         panels.append(
             Panel(f"d={n_dims}, {2 * n_dims} examples", "distinct prompts", "squared error / variance of y", lines, "xy")
         )
-        errors = {kind: {n: one.curve.mean[-1] for n, one in some.items()} for kind, some in found.items()}
+        errors = {kind: {n: one.curve.mean[-1] for n, one in sound(some).items()} for kind, some in found.items()}
         claims.append(_claim(n_dims, errors, sizes.sets))
     columns = ["d", "distinct prompts", "", "best lr", "error at d", "error at 2 d"]
     settings = dict(sets=list(sizes.sets), lrs={str(d): list(lrs) for d, lrs in sizes.lrs.items()})
@@ -98,19 +98,20 @@ def run(lab: Lab) -> Outcome:
 def _best(lab: Lab, by_lr: Mapping[float, Run]) -> tuple[float, list[LoopedTransformer], TrainConfig] | None:
     """The learning rate with the least error over all points, on prompts that are not those of the figure.
 
-    One of which models are missing, as a diverged one is, loses against one that has more of them.
+    One of which models are missing, as a diverged one is, loses against one that has more of them, and one with predictions
+    that are not finite against one with fewer.
     """
     scored = []
     for lr, (name, config) in by_lr.items():
         if models := lab.models(name, config):
             task = config.make_task()
             prompts = fresh(task, lab.n_prompts, config.points.end, (lab.seed + VALIDATION) % 2**32)
-            errors = measure(lab.watched(name, prompts), {"": by_examples(models, task, lab.preset)})[""].curve.mean
+            errors = measure(lab.watched(name, prompts), {"": by_examples(models, task, lab.preset)})[""].curve
             n_missing = 0 if name in lab.given else len(lab.seeds) - len(models)
-            scored.append((n_missing, sum(errors), lr, models, config))
+            scored.append((n_missing, sum(errors.n_not_finite), sum(errors.mean), lr, models, config))
     if not scored:
         return None
-    *_, lr, models, config = min(scored, key=lambda one: one[:2])
+    *_, lr, models, config = min(scored, key=lambda one: one[:3])
     return lr, models, config
 
 

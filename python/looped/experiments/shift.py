@@ -12,9 +12,10 @@ from torch import Tensor
 
 from looped.experiments.lab import Lab, Run
 from looped.experiments.loops_and_window import published_run
-from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure, n_loops_tested
+from looped.experiments.measure import BATCH, Measured, kind_of, line, mean_ratio, measure, n_loops_tested, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.icl.baselines import LeastSquares
+from looped.icl.curves import errors_of_model
 from looped.icl.evaluate import evaluation_stream
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.shifts import SCALES, SHIFTS, Shift, ShiftedPairs, predict_queries, random_rotation, shifted_batches
@@ -81,7 +82,9 @@ def run(lab: Lab) -> Outcome:
         for name, measured in found.items()
     ]
     settings = dict(task=task.name, n_dims=task.n_dims, n_points=n_points)
-    return Outcome("shift", "Fig. 6, appendix D", lab.preset, settings, panels, _sheet(found), _claims(found, lab))
+    everywhere = set.intersection(*(set(sound(measured)) for measured in found.values()))
+    of_these = {shift: {name: measured[name] for name in measured if name in everywhere} for shift, measured in found.items()}
+    return Outcome("shift", "Fig. 6, appendix D", lab.preset, settings, panels, _sheet(found), _claims(of_these, lab))
 
 
 def _kind_of(name: str) -> str:
@@ -92,27 +95,27 @@ def _way(predict: Callable[[Tensor, Tensor], Tensor], shift: Shift, task: Task) 
     scale = shift.error_scale(task)
 
     def rows(pairs: ShiftedPairs) -> Tensor:
-        return (predict_queries(predict, pairs).cpu().double() - pairs.query_ys.double()).square() / scale
+        return errors_of_model(predict_queries(predict, pairs), pairs.query_ys, scale)
 
     return rows
 
 
-def last_measured(errors: Sequence[float]) -> int:
-    """The largest number of examples at which anything was measured."""
-    return max(i for i, error in enumerate(errors) if not math.isnan(error))
+def last_measured(*models: Sequence[float]) -> int:
+    """The largest number of examples at which any of several was measured; 0 where none was."""
+    return max((i for errors in models for i, error in enumerate(errors) if not math.isnan(error)), default=0)
 
 
-def mean_error(errors: Sequence[float]) -> float:
-    """Over all numbers of examples from 1 on that were measured."""
+def mean_error(errors: Sequence[float]) -> float | None:
+    """Over all numbers of examples from 1 on that were measured; None where nothing was."""
     there = [error for error in errors[1:] if not math.isnan(error)]
-    return sum(there) / len(there)
+    return sum(there) / len(there) if there else None
 
 
 def _sheet(found: dict[str, dict[str, Measured]]) -> Sheet:
     names = list(next(iter(found.values())))
     rows: list[list[Cell]] = []
     for shift, measured in found.items():
-        last = last_measured(measured[names[0]].curve.mean)
+        last = last_measured(*(one.curve.mean for one in measured.values()))
         rows.append([shift, last, *(measured[name].curve.mean[last] for name in names)])
         rows.append(["", f"mean 1..{last}", *(mean_error(measured[name].curve.mean) for name in names)])
     return Sheet("squared error / variance of y", ["shift", "examples", *names], rows)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from looped.experiments.lab import Lab, Run
 from looped.experiments.loops_and_window import published_run
-from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline
+from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_all, part_of
 from looped.icl.baselines import Lasso
@@ -65,7 +65,8 @@ def run(lab: Lab) -> Outcome:
     columns = ["non-zero", "", "d/4", "d/2", "d", "all", f"examples to {ENOUGH}"]
     settings = dict(task=TASK, n_dims=n_dims, n_points=n_points, sparsities=list(SPARSITIES[lab.preset]))
     sheet = Sheet("squared error / variance of y, by examples", columns, rows)
-    return Outcome("sparsity", "Fig. 11", lab.preset, settings, panels, sheet, _claims(found, SPARSITIES[lab.preset]))
+    claims = _claims({sparsity: sound(one) for sparsity, one in found.items()}, SPARSITIES[lab.preset])
+    return Outcome("sparsity", "Fig. 11", lab.preset, settings, panels, sheet, claims)
 
 
 def examples_needed(errors: list[float]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ CONFIDENCE = 0.90
 class Curve:
     """A mean at each place of a curve, with the limits of its 90 % interval; NaN where nothing was measured.
 
-    Prompts without a finite value at a place do not count there: n_missing says how many.
+    Prompts without a finite value at a place do not count there: n_missing says how many, and n_not_finite how many of these
+    have a prediction that is not finite, where the others have none by design.
     """
 
     mean: list[float]
@@ -27,11 +28,31 @@ class Curve:
     high: list[float]
     n_prompts: int
     n_missing: list[int]
+    n_not_finite: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n_not_finite", self.n_not_finite or [0] * len(self.mean))
+
+    @property
+    def least_finite(self) -> int | None:
+        """The place with the most predictions that are not finite; None where all are finite."""
+        places = range(len(self.n_not_finite))
+        return max(places, key=self.n_not_finite.__getitem__) if any(self.n_not_finite) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, None for NaN."""
         values = asdict(self)
         return {k: [None if x != x else x for x in v] if isinstance(v, list) else v for k, v in values.items()}
+
+
+def errors_of_model(predictions: Tensor, ys: Tensor, scale: float) -> Tensor:
+    """(prediction - y)^2 / scale in float64 on the CPU, in the shape of the predictions; NaN where there is no y.
+
+    A model predicts every y that there is, so where its prediction is not finite neither is the error: infinite.
+    """
+    ys = ys.cpu().double().expand(predictions.shape)
+    errors = (predictions.cpu().double() - ys).square() / scale
+    return errors.masked_fill(~errors.isfinite() & ~ys.isnan(), math.inf)
 
 
 class RunningCurve:
@@ -45,11 +66,12 @@ class RunningCurve:
         self.block_size = 1
         self.sums: list[np.ndarray] = []  # over whole blocks, the last one still being filled
         self.counts: list[np.ndarray] = []
+        self.not_finite: np.ndarray | int = 0
         self.n_open = 0  # prompts of the last block
         self.n_prompts = 0
 
     def add(self, rows: Tensor) -> None:
-        """rows: real [B, K], one for each prompt, in order; NaN or infinity where there is no value."""
+        """rows: real [B, K], one for each prompt, in order; NaN where there is no value, infinity where it is not finite."""
         for row in rows.detach().double().cpu().numpy():
             self.n_prompts += 1
             if not self.n_open:
@@ -58,6 +80,7 @@ class RunningCurve:
             finite = np.isfinite(row)
             self.sums[-1] = self.sums[-1] + np.where(finite, row, 0.0)  # not in place: copies share the arrays
             self.counts[-1] = self.counts[-1] + finite
+            self.not_finite = self.not_finite + np.isinf(row).astype(np.int64)
             self.n_open = (self.n_open + 1) % self.block_size
             if len(self.sums) == MAX_BLOCKS and not self.n_open:
                 self.sums = list(np.stack(self.sums).reshape(MAX_BLOCKS // 2, 2, -1).sum(axis=1))
@@ -105,4 +128,5 @@ class RunningCurve:
             )
             low[measured], high[measured] = result.confidence_interval
         missing = (self.n_prompts - total).tolist()
-        return Curve(mean.tolist(), low.tolist(), high.tolist(), self.n_prompts, missing)
+        not_finite: list[int] = np.asarray(self.not_finite).tolist()
+        return Curve(mean.tolist(), low.tolist(), high.tolist(), self.n_prompts, missing, not_finite)

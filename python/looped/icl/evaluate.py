@@ -24,7 +24,7 @@ from torch import Tensor
 
 from looped.checkpoint import write_atomically
 from looped.exits import Fixed
-from looped.icl.curves import Curve, RunningCurve
+from looped.icl.curves import Curve, RunningCurve, errors_of_model
 from looped.icl.predictor import LoopedPredictor
 from looped.icl.settling import Settling
 from looped.icl.tasks import Pairs, Task
@@ -92,6 +92,16 @@ class Evaluation:
         trained = [s.looped["n_loops_trained"] for s in self.scores.values() if s.looped]
         head["n_loops_trained"] = trained[0] if trained else None
         return head | {"predictors": {name: score.to_dict() for name, score in self.scores.items()}}
+
+    def remarks(self) -> list[str]:
+        """Which models have predictions that are not finite, without which their means are."""
+        remarks = []
+        for name, score in self.scores.items():
+            curve = score.error_by_examples
+            if (at := curve.least_finite) is not None:
+                n_lost = f"{curve.n_not_finite[at]} of {curve.n_prompts}"
+                remarks.append(f"{name}: not finite for {n_lost} prompts with {at} examples; its means are of the others")
+        return remarks
 
     def to_csv(self) -> str:
         """One row per predictor and place: predictor, by (examples or loops), at, error, low, high, n_prompts."""
@@ -304,6 +314,9 @@ class _LoopedScorer(_Scorer):
             self.add_loops(every, ys[room:])
         assert isinstance(result.prediction, Tensor)
         return result.prediction
+
+    def errors(self, predictions: Tensor, ys: Tensor) -> Tensor:
+        return errors_of_model(predictions, ys, self.task.error_scale)
 
     def add_loops(self, every: LoopResult, ys: Tensor) -> None:
         """Errors after every loop of plain iteration."""
