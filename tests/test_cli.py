@@ -1,6 +1,7 @@
 """The command line: results, standard output for programs, exit codes, errors in one line."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -44,6 +45,45 @@ def test_eval_prints_json_alone_on_standard_output(model_folder, tmp_path):
         assert (tmp_path / "out" / name).stat().st_size > 100
     assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
     assert "evaluating" in result.stderr
+
+
+def commands_with_files(model_folder, out):
+    """Commands that show a result and keep it, and the files that they leave."""
+    one = ["eval", model_folder, "--prompts", 4, "--no-baselines", "--no-settling", "--out", out]
+    given = ("--models", f"linear_regression={model_folder}", "--no-train", "--prompts", 4)
+    several = ["experiment", "fixed-point", "--preset", "tiny", *given, "--out", out]
+    return {"eval": (one, "evaluation"), "experiment": (several, "fixed-point_4_prompts")}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "output"), [("eval", ["--json"], "full"), ("experiment", [], "closed")], ids=["eval", "experiment"]
+)
+def test_a_result_that_cannot_be_shown_is_kept(command, options, output, model_folder, tmp_path):
+    arguments, stem = commands_with_files(model_folder, tmp_path / "out")[command]
+    if output == "full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    try:
+        line = [sys.executable, "-m", "looped.cli", *map(str, arguments), *options]
+        done = subprocess.run(line, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(stdout)
+    assert done.returncode != 0
+    assert json.loads((tmp_path / "out" / f"{stem}.json").read_text())
+    assert (tmp_path / "out" / f"{stem}.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"wrote {tmp_path / 'out'}" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "experiment"])
+def test_a_result_that_cannot_be_kept_is_shown(command, model_folder, tmp_path):
+    arguments, stem = commands_with_files(model_folder, tmp_path / "out")[command]
+    (tmp_path / "out" / f"{stem}.json").mkdir(parents=True)
+    result = run(*arguments, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)
+    assert f"{stem}.json" in result.stderr
 
 
 def test_eval_takes_the_folder_of_a_run_and_names_the_bundled_models(model_folder):

@@ -189,6 +189,19 @@ def _name_of_twin(source: str, config: LoopedConfig, taken: set[str]) -> str:
 
 
 def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:
+    try:  # whatever becomes of one of them, a full disk or a closed pipe must not lose the result of the other
+        _show(result, as_json)
+    finally:
+        if out:
+            from looped.report.plots import plot_evaluation
+
+            result.save(out)
+            plot_evaluation(result, out / "evaluation.png")
+            click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)
+
+
+def _show(result: Evaluation, as_json: bool) -> None:
+    """The result on standard output, at once; what to know of it on standard error."""
     if as_json:
         click.echo(json.dumps(result.to_dict()))
     else:
@@ -201,9 +214,3 @@ def _give(result: Evaluation, as_json: bool, out: Path | None) -> None:
             console.print(table)
     for remark in result.remarks():
         click.echo(f"looped: {remark}", err=True)
-    if out:  # after printing: a full disk must not lose the result
-        from looped.report.plots import plot_evaluation
-
-        result.save(out)
-        plot_evaluation(result, out / "evaluation.png")
-        click.echo(f"looped: wrote {out}/evaluation.json, .csv and .png", err=True)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from looped.cli.arguments import integers, use_threads
+
+if TYPE_CHECKING:
+    from looped.experiments.outcome import Outcome
 
 
 @click.command("experiment")
@@ -59,6 +63,7 @@ def experiment_command(
     """
     from looped.experiments.catalog import EXPERIMENTS, models_of, run_experiment
     from looped.experiments.lab import Lab
+    from looped.report.outcomes import plot_outcome
 
     if name is None:
         for known, entry in EXPERIMENTS.items():
@@ -96,6 +101,16 @@ def experiment_command(
             click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or missing}")
         return
     outcome = run_experiment(name, lab)
+    try:  # whatever becomes of one of them, a full disk or a closed pipe must not lose the result of the other
+        _show(outcome, as_json)
+    finally:
+        outcome.save(out)
+        plot_outcome(outcome, out / f"{outcome.stem}.png")
+        click.echo(f"looped: wrote {out / outcome.stem}.json, .csv and .png in {outcome.seconds:.0f} s", err=True)
+
+
+def _show(outcome: Outcome, as_json: bool) -> None:
+    """The result on standard output, at once; its notes on standard error."""
     if as_json:
         click.echo(json.dumps(outcome.to_dict()))
     else:
@@ -108,8 +123,3 @@ def experiment_command(
             console.print(table)
     for note in outcome.notes:
         click.echo(f"looped: {note}", err=True)
-    from looped.report.outcomes import plot_outcome
-
-    outcome.save(out)  # after printing: a full disk must not lose the result
-    plot_outcome(outcome, out / f"{outcome.stem}.png")
-    click.echo(f"looped: wrote {out / outcome.stem}.json, .csv and .png in {outcome.seconds:.0f} s", err=True)
