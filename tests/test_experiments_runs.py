@@ -36,7 +36,7 @@ from looped.icl.probe import Probes, targets_of
 from looped.icl.prompts import interleave
 from looped.icl.shifts import SHIFTS
 from looped.icl.tasks import LinearRegression, SparseLinearRegression
-from looped.report.outcomes import COLORS
+from looped.report.outcomes import COLORS, plot_outcome
 from looped.train import Ramp, preset
 from looped.train.shortfall import shortfall
 
@@ -197,6 +197,8 @@ def test_no_verdict_rests_on_a_model_that_gives_nan(folder, tmp_path, name, give
     assert claims
     assert [claim.holds for claim in claims] == [None] * len(claims)
     assert json.dumps(outcome.to_dict(), allow_nan=False)
+    plot_outcome(outcome, tmp_path / "it.png")
+    assert (tmp_path / "it.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_model_is_not_judged_on_the_prompts_that_it_survives(folder, monkeypatch):

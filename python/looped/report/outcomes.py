@@ -77,8 +77,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.annotate(text, (x, 1), xycoords=("data", "axes fraction"), **note)
     axes.set(**{f"{axis}scale": "log" for axis, is_shown in logs.items() if is_shown})
     axes.set(xlabel=panel.x, ylabel=panel.y)
-    if logs.get("y") and (low := _least_of_models(panel)) > axes.get_ylim()[0] * 10:
-        axes.set_ylim(bottom=low / 10)  # a baseline that is exact would leave the models no room
+    if logs.get("y") and (least := _least_of_models(panel)) > axes.get_ylim()[0] * 10:
+        axes.set_ylim(bottom=least / 10)  # a baseline that is exact would leave the models no room
     axes.set_title(panel.title, fontsize=10)
     if panel.lines:
         axes.legend(fontsize=7)
@@ -91,13 +91,15 @@ def _shown(values: list[float], on_log: bool) -> np.ndarray:
 
 def _least_of_models(panel: Panel) -> float:
     """The least positive value of the lines that are no baselines; 0 without one."""
-    values = np.array([value for line in panel.lines if line.kind != "baseline" for value in line.curve.mean], dtype=float)
-    return float(values[np.isfinite(values) & (values > 0)].min(initial=np.inf)) if (values > 0).any() else 0.0
+    values = [value for line in panel.lines if line.kind != "baseline" for value in line.curve.mean]
+    return min((value for value in values if 0 < value < np.inf), default=0.0)
 
 
 def _has_positive(line: Line, axis: str) -> bool:
-    values = np.array(line.xs if axis == "x" else line.curve.mean, dtype=float)
-    return bool((values[np.isfinite(values)] > 0).any())
+    """Whether it has a point, finite in x and in y, that a logarithmic axis can show."""
+    points = np.array([line.xs, line.curve.mean], dtype=float)
+    shown = points[:, np.isfinite(points).all(axis=0)]
+    return bool((shown["xy".index(axis)] > 0).any())
 
 
 def outcome_tables(outcome: Outcome) -> list[Table]:

@@ -56,9 +56,9 @@ def _error_by_examples(axes: Axes, evaluation: Evaluation, colors: dict[str, Any
         if score.error_by_examples.n_prompts < evaluation.n_prompts:
             label += f" ({score.error_by_examples.n_prompts} prompts)"
         _curve(axes, range(evaluation.n_points), score.error_by_examples.to_dict(), colors[name], label=label, **style)
+    _log_scale(axes, "y")
     axes.axvline(evaluation.n_dims, color="0.75", linewidth=1, zorder=0)
     axes.annotate("as many examples\nas dimensions", (evaluation.n_dims, 1), xycoords=("data", "axes fraction"), **_NOTE)
-    _log_scale(axes, "y")
     axes.set(xlabel="examples in the prompt", ylabel="squared error / variance of y", ylim=(1e-4, None))
     axes.set_title("error by examples")
     axes.legend(fontsize=8, loc="lower left")
@@ -69,19 +69,19 @@ def _error_by_loops(axes: Axes, evaluation: Evaluation, looped: dict[str, Score]
         assert score.looped
         curve = score.looped["error_by_loops"]
         _curve(axes, range(1, len(curve["mean"]) + 1), curve, colors[name], label=name, linewidth=2)
+    _log_scale(axes, "xy")
     trained = evaluation.to_dict()["n_loops_trained"]
     if trained:
         axes.axvline(trained, color="0.4", linewidth=1, linestyle=":")
         axes.annotate("trained loops", (trained, 1), xycoords=("data", "axes fraction"), **_NOTE)
         axes.legend(fontsize=8)
-    _log_scale(axes, "xy")
     axes.set(xlabel="loops", ylabel="squared error / variance of y")
     axes.set_title(f"error at {evaluation.n_points - 1} examples, by loops")
 
 
 def _log_scale(axes: Axes, which: str) -> None:
-    """Logarithmic axes where there is something to show on them."""
-    if any(np.isfinite(line.get_ydata()).any() for line in axes.get_lines()):
+    """Logarithmic axes where the lines so far have a point to show on them: to be called before there are marks."""
+    if any(np.isfinite(line.get_xydata()).all(axis=1).any() for line in axes.get_lines()):
         axes.set(**{f"{axis}scale": "log" for axis in which})
 
 
@@ -114,9 +114,11 @@ def _change_by_loops(axes: Axes, looped: dict[str, Score], colors: dict[str, Any
         axes.plot(loops, change[:, column[0.5]], color=colors[name], linewidth=2, label=f"{name}: median prompt")
         axes.fill_between(loops, change[:, column[0.05]], change[:, column[0.95]], color=colors[name], alpha=0.18, linewidth=0)
         axes.plot(loops, change[:, column[1.0]], color=colors[name], linewidth=0.9, linestyle=":", label="slowest prompt")
-        axes.axhline(settling["rounding_level"], color="0.6", linewidth=0.8)
-        axes.legend(fontsize=8)
     _log_scale(axes, "xy")
+    for score in looped.values():
+        if score.looped and (settling := score.looped.get("settling")):
+            axes.axhline(settling["rounding_level"], color="0.6", linewidth=0.8)
+            axes.legend(fontsize=8)
     axes.set(xlabel="loops", ylabel="change of the state / its norm")
     axes.set_title("do states come to rest? (band: 5 to 95 % of prompts)")
 

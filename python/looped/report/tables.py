@@ -44,10 +44,13 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     table.add_row("loops used, mean", f"{looped['mean_loops']:.1f}")
     table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
     n, last = len(by_loops), by_loops[-1]
-    change = f" ({round(error / last - 1, 3) + 0.0:+.1%} against all {n} loops)" if last and rule["n_loops"] == n else ""
+    change = ""
+    if last and rule["n_loops"] == n:
+        share = round(error / last - 1, 3) + 0.0
+        change = f" ({f'{share:+.1%}' if share < 1e3 else f'{_ratio(share + 1)} x'} against all {n} loops)"
     table.add_row("last error, with the exit", _number(error) + change)
     table.add_row(f"... at the trained {trained} loops", _number(by_loops[trained - 1]))
-    ratio = f" ({by_loops[-1] / by_loops[trained - 1]:.3f} x trained)" if by_loops[-1] and by_loops[trained - 1] else ""
+    ratio = f" ({_ratio(by_loops[-1] / by_loops[trained - 1])} x trained)" if by_loops[-1] and by_loops[trained - 1] else ""
     table.add_row(f"... at {len(by_loops)} loops", _number(by_loops[-1]) + ratio)
     measured = [loop for loop, error in enumerate(by_loops) if error is not None]
     if measured:
@@ -73,4 +76,10 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.4f}" if value >= 1e-3 or value == 0 else f"{value:.2e}"
+    if value is None or value != value:
+        return "-"
+    return f"{value:.4f}" if 1e-3 <= value < 1e5 or value == 0 else f"{value:.2e}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}" if value < 1e5 else f"{value:.2e}"
