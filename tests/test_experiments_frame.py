@@ -280,10 +280,16 @@ def test_given_models_come_first_and_must_fit(tmp_path, monkeypatch):
             "d_model=64, and the name is of d_model=32",
         ),
         ("sample-efficiency", "set_of_300_d5_looped_lr0.001", "linear_regression", "n_distinct=None, and"),
+        ("fixed-point", "linear_regression", "{noisy}", "task=noisy_linear_regression, and the name is of task=lin"),
     ],
 )
 def test_a_given_model_is_what_its_name_says(tmp_path, monkeypatch, experiment, name, model, message):
     monkeypatch.setattr(lab_module, "train", must_not_train)
+    if model == "{noisy}":
+        model = str(tmp_path / "noisy")
+        looped.save_model(looped.load_pretrained("linear_regression"), model)
+        noisy = preset("small", "noisy_linear_regression")
+        (tmp_path / "noisy" / "train.json").write_text(json.dumps(noisy.to_dict()))
     lab = Lab("small", tmp_path, given={name: model}, n_prompts=4)
     for run in (models_of, run_experiment):
         with pytest.raises(ValueError, match=rf"the model {model} for {name} has {message}"):
@@ -307,7 +313,7 @@ def test_what_sets_the_runs_of_an_experiment_apart(tmp_path):
 
 
 def test_what_a_given_model_is_unlike_its_name_is_noted(tmp_path):
-    """A larger model, another recipe or another task are the user's business; that nobody knows the task is told too."""
+    """A larger model or another recipe are the user's business; that nobody knows the task is told too."""
     wanted = Lab("small", tmp_path, n_prompts=4)
     same, own = (
         Lab("small", tmp_path, given={"linear_regression": source}, n_prompts=4, seeds=seeds, may_train=False)
@@ -561,6 +567,14 @@ def test_an_exact_baseline_leaves_the_models_room(tmp_path, monkeypatch):
     assert limits[1][0] < 1e-8
 
 
+@pytest.mark.parametrize("xs", [[1, 2], [math.nan, 1]], ids=["no y", "no pair"])
+def test_a_figure_of_nothing_finite_is_drawn(tmp_path, xs):
+    """Of values that are all NaN, and of finite ones at places that are not."""
+    line = Line("looped", xs, single([math.nan] * 2 if xs[0] == 1 else [0.5, math.nan]))
+    plot_outcome(outcome(panels=[Panel("p", "x", "y", [line], "xy")]), tmp_path / "it.png")
+    assert (tmp_path / "it.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_outcomes_are_written_as_json_csv_and_pictures(tmp_path):
     one = outcome()
     one.save(tmp_path / "new")
@@ -691,6 +705,31 @@ def test_wrong_commands_are_named(tmp_path, arguments, message):
     result = invoke("experiment", *arguments, "--out", tmp_path)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_without_any_model_nothing_takes_a_measurements_place(tmp_path, monkeypatch):
+    looped.save_model(icl_model(n_dims=2, n_points=5, dtype=torch.float32), tmp_path / "mine")
+    options = ("--preset", "tiny", "--prompts", 4, "--no-train", "--out", tmp_path / "out")
+    measured = invoke("experiment", "fixed-point", *options, "--models", f"linear_regression={tmp_path / 'mine'}")
+    assert measured.exit_code == 0, measured.stderr
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert "fixed-point_4_prompts.json" in before
+    for name in ("fixed-point", "shift"):
+        result = invoke("experiment", name, *options)
+        assert result.exit_code == 2
+        assert f"{name} has no model to measure, and nothing was written; give models with --models or leave" in result.stderr
+        assert "linear_regression is left out" in result.stderr
+        assert result.stdout == ""
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_file_in_the_place_of_results_is_refused_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("looped.experiments.catalog.run_experiment", must_not_train)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        result = invoke("experiment", "fixed-point", "--preset", "tiny", "--out", out)
+        assert result.exit_code == 2
+        assert f"--out {out} takes a folder, and {tmp_path / 'file'} is a file" in result.stderr
 
 
 def test_train_takes_seeds_and_the_unlooped_twin(tmp_path):

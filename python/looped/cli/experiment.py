@@ -100,7 +100,15 @@ def experiment_command(
             missing = "to be trained" if may_train else "left out: not trained"
             click.echo(f"{label:44} {f'{steps:,} steps' if steps else '':>15}  {origin or missing}")
         return
+    place = next(place for place in (out, *out.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise click.UsageError(f"--out {out} takes a folder, and {place} is a file; give another place")
     outcome = run_experiment(name, lab)
+    if not outcome.is_measured:
+        for note in outcome.notes:
+            click.echo(f"looped: {note}", err=True)
+        how = "give models with --models or leave --no-train away" if not may_train else "give models with --models"
+        raise click.UsageError(f"{name} has no model to measure, and nothing was written; {how}")
     try:  # whatever becomes of one of them, a full disk or a closed pipe must not lose the result of the other
         _show(outcome, as_json)
     finally:

@@ -56,15 +56,15 @@ class Given:
         return {name: (own[name], wanted[name]) for name in own if name in wanted and own[name] != wanted[name]}
 
     def check(self, name: str, config: TrainConfig, preset: str, apart: Iterable[str] = ()) -> None:
-        """Raises ValueError where the model is no model of the name: of another kind, of too few positions, or other than the
-        name's run in a trait by which the experiment sets its own models `apart`."""
+        """Raises ValueError where the model is no model of the name: of another kind, of too few positions, of another task as
+        far as its run is known, or other than the name's run in a trait by which the experiment sets its own models `apart`."""
         who, has, wanted = f"experiment: the model {self.source} for {name} has", self.model.config, config.model
         unlike = self.unlike(config)
         for trait in (*KIND, *(["n_loops"] if (has.n_loops == 1) != (wanted.n_loops == 1) else [])):
             if trait in unlike:
                 own, needed = unlike[trait]
                 raise ValueError(f"{who} {trait}={own!r}, and preset {preset} needs {needed!r}; give another model or preset")
-        for trait in apart:
+        for trait in ("task", *apart):
             if trait in unlike:
                 own, needed = unlike[trait]
                 raise ValueError(

@@ -107,8 +107,9 @@ class Lab:
     def check(self, experiment: str, wanted: Mapping[str, TrainConfig]) -> None:
         """Raises ValueError for a given model that the experiment does not ask for, or that is not what its name says.
 
-        That is one of another kind, and one that is unlike the run of its name in what sets the experiment's runs of that task
-        and kind apart (the sparsity in `sparsity`, b and T in `loops-and-window`). Other differences are noted by `models`.
+        That is one of another kind or task, and one that is unlike the run of its name in what sets the experiment's runs of
+        that task and kind apart (the sparsity in `sparsity`, b and T in `loops-and-window`). Other differences are noted by
+        `models`.
         """
         for name in self.given:
             if name not in wanted:

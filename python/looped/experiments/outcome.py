@@ -121,6 +121,11 @@ class Outcome:
         """The name of its files."""
         return self.experiment + self.variant
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was any model: one that is not there, or has diverged, has no parameters."""
+        return any("n_parameters" in model for model in self.models.values())
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; NaN and infinity are null."""
         panels = [
