@@ -1,6 +1,7 @@
 """The command line: results, standard output for programs, exit codes, errors in one line."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -303,6 +304,14 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["eval", "--tol", "-1"], "tol=-1.0 must be a number of at least 0"),
         (["eval", "--prompts", "0"], "0 is not in the range"),
         (["eval", "--points", "50", "--prompts", "2"], "positions"),
+        (["eval", "--points", "8", "--prompts", "2"], "has positions for 7 points, and 8 are asked for; give --points 7"),
+        (["eval", "--seed", "-1"], "-1 is not in the range"),
+        (["eval", "--twin", "linear_regression"], "the twin linear_regression reads 5 dimensions, and the model 2"),
+        (["eval", "--twin", ""], "the name of a model is empty"),
+        (
+            ["eval", "--task", "noisy_linear_regression", "--task-set", "std=1e308"],
+            "std=1e+308 must lie in 0 .. 1e+37, as y is float32",
+        ),
         (["eval", "--sett"], "No such option"),
         (["eval", "--task-set", "sparsity"], "--task-set takes KEY=VALUE, got 'sparsity'"),
         (["eval", "--task-set", "n_dims=3"], "--task-set takes no n_dims: the model has 2 dimensions"),
@@ -327,8 +336,29 @@ def test_bad_use_is_exit_code_2_and_one_clear_line(arguments, message, tmp_path,
     result = run(*arguments)
     assert result.exit_code == 2, result.stderr
     assert message in result.stderr
+    assert "evaluating" not in result.stderr, "refused before anything runs"
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+def test_an_empty_name_is_not_the_bundled_model():
+    result = run("eval", "", "--prompts", 2)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the name of a model is empty" in result.stderr
+
+
+def test_eval_shows_a_model_whose_errors_are_not_finite_or_huge(model_folder, tmp_path):
+    model = looped.load_model(model_folder)
+    options = ("--prompts", 3, "--no-baselines", "--exit", "fixed", "--out", tmp_path / "out")
+    for value, shown in ((math.nan, "looped: not finite for 3 of 3 prompts with 0 examples"), (1e37, "e+")):
+        with torch.no_grad():
+            model.read_out.weight.fill_(value)
+        looped.save_model(model, tmp_path / "broken")
+        result = run("eval", tmp_path / "broken", *options)
+        assert result.exit_code == 0, result.stderr
+        assert shown in (result.stderr if value != value else result.stdout)
+        assert not re.search(r"\d{10}", result.stdout)
+        assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_missing_and_damaged_models(tmp_path, model_folder):

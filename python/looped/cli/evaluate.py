@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option("--prompts", "n_prompts", default=1280, show_default=True, type=click.IntRange(min=1), help="Fresh prompts.")
 @click.option("--points", "n_points", type=click.IntRange(min=1), help="Pairs in a prompt; default as trained.")
-@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**32 - 1), help="Of the prompts.")
 @click.option("--exit", "rule", default="contraction", show_default=True, help="Exit rule, or fixed for the trained loops.")
 @click.option("--tol", type=float, help="Tolerance of the exit rule; default 3e-3 for contraction, else 1e-3.")
 @click.option("--on-stall", default="exit", show_default=True, type=click.Choice(["ignore", "exit", "damp"]))
@@ -91,11 +91,13 @@ def evaluate_command(
     use_threads(threads)
     if out:
         out.mkdir(parents=True, exist_ok=True)
+    if "" in (model, twin):
+        raise click.UsageError("the name of a model is empty; give a folder, a file or a bundled model, or leave it out")
     if twin_fields and not twin:
         raise click.UsageError("--twin-set goes with --twin")
     if twin is None and model is None:
         twin = f"{BUNDLED}_tied"
-    source = model or BUNDLED
+    source = BUNDLED if model is None else model
     main_model = load_model_of(source, fields)
     config = main_model.config
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
@@ -109,8 +111,10 @@ def evaluate_command(
         why = "--set reads no train.json" if fields else f"no train.json beside {source}"
         drawn = task_title(functions.name, functions.options, functions.n_dims)
         click.echo(f"looped: {why}: scored on {drawn}; give --task if it was trained on others", err=True)
-    room = (config.n_positions + 1) // 2 if config.pos_kind == "learned" else 2 * config.n_dims + 1
-    n_points = n_points or (run.points.end if run is not None else min(2 * config.n_dims + 1, room))
+    if n_points is None:
+        default = 2 * config.n_dims + 1
+        n_points = run.points.end if run is not None else min(default, _most_points(config) or default)
+    _check_points(f"the model {source}", config, n_points)
     say_what_differs("the model", run, functions, n_points)
     if rule == "contraction" and tol is None:
         tol = EVAL_TOLERANCE
@@ -129,6 +133,8 @@ def evaluate_command(
     others = baselines_for(functions) if baselines else []
     if twin:
         twin_model = load_model_of(twin, twin_fields)
+        _check_twin(twin, twin_model.config, config.n_dims)
+        _check_points(f"the twin {twin}", twin_model.config, n_points)
         name = _name_of_twin(twin, twin_model.config, {predictors[0].name, *(predictor.name for predictor in others)})
         predictors.append(LoopedPredictor(twin_model, name=name))
         unknown = "whether the twin was trained on what is drawn is not known"
@@ -170,6 +176,26 @@ def evaluate_command(
         _give(dataclasses.replace(result, sources={"model": source, "twin": twin}), as_json, out)
     if stopped:
         raise KeyboardInterrupt(f"{stopped}, which are shown")
+
+
+def _most_points(config: LoopedConfig) -> int | None:
+    """Pairs for which a model has positions; None where it needs none."""
+    return (config.n_positions + 1) // 2 if config.pos_kind == "learned" else None
+
+
+def _check_points(who: str, config: LoopedConfig, n_points: int) -> None:
+    most = _most_points(config)
+    if most is not None and n_points > most:
+        raise click.UsageError(
+            f"{who} has positions for {most} points, and {n_points} are asked for; give --points {most} or less"
+        )
+
+
+def _check_twin(twin: str, config: LoopedConfig, n_dims: int) -> None:
+    if config.input_kind != "features" or config.readout != "scalar":
+        raise click.UsageError(f"the twin {twin} is no in-context model: features in, a scalar read out; give another --twin")
+    if config.n_dims != n_dims:
+        raise click.UsageError(f"the twin {twin} reads {config.n_dims} dimensions, and the model {n_dims}; give another --twin")
 
 
 def _name_of_twin(source: str, config: LoopedConfig, taken: set[str]) -> str:

@@ -122,6 +122,9 @@ class LinearRegression(Task):
         return (xs @ parameters["w"][..., None]).squeeze(-1)
 
 
+MAX_STD = 1e37  # of noise: normals are within 8.3, and the largest float32 is 3.4e38
+
+
 @dataclass(frozen=True)
 class NoisyLinearRegression(LinearRegression):
     """Linear regression with Gaussian noise on y."""
@@ -135,8 +138,8 @@ class NoisyLinearRegression(LinearRegression):
         if isinstance(std, bool) or not isinstance(std, Real):
             raise ValueError(f"{self.name}: std={std!r} must be a number")
         object.__setattr__(self, "std", float(std))  # it may have been NumPy's
-        if not 0 <= self.std < math.inf:
-            raise ValueError(f"{self.name}: std={self.std} must be finite and not negative")
+        if not 0 <= self.std <= MAX_STD:
+            raise ValueError(f"{self.name}: std={self.std} must lie in 0 .. {MAX_STD:g}, as y is float32")
 
     @property
     def noise_std(self) -> float:
