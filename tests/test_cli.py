@@ -96,7 +96,7 @@ def test_eval_takes_the_folder_of_a_run_and_names_the_bundled_models(model_folde
     for name in ("nosuch", "--twin=nosuch"):
         result = run("eval", name)
         assert result.exit_code == 2
-        assert "'nosuch' is neither a folder or file nor a bundled model (linear_regression, linear_" in result.stderr
+        assert "'nosuch' is neither a folder or file nor a bundled model (decision_tree, linear_regression, linear_" in result.stderr
 
 
 def test_eval_draws_what_the_model_was_trained_on(tmp_path):

@@ -235,7 +235,7 @@ def _show(result: Evaluation, as_json: bool) -> None:
 
         from looped.report.tables import evaluation_tables
 
-        console = Console(width=None if sys.stdout.isatty() else 100)
+        console = Console(width=None if sys.stdout.isatty() else 130)
         for table in evaluation_tables(result):
             console.print(table)
     for remark in result.remarks():
