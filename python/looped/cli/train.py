@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ def train_command(
         last = json.loads(lines[-1]) if lines else {}
         click.echo(json.dumps({"model": str(out / "model")} | {name: last.get(name) for name in ("step", "seconds", "loss")}))
     else:
-        measure = f"looped eval {out / 'model'}"
+        measure = f"looped eval {shlex.quote(str(out / 'model'))}"
         if task == "tabular":
             measure = _experiment_of_tables(config, preset_name, out / "model")
         click.echo(f"looped: the model is in {out / 'model'}; score it with: {measure}", err=True)
@@ -87,5 +88,7 @@ def _experiment_of_tables(config: TrainConfig, preset_name: str, model: Path) ->
         return """looped experiment tabular, of a model that left one table out (--set 'task_options={"leave_out": "iris"}')"""
     from looped.experiments.tabular import name_without
 
-    name = name_without(config.task_options.get("source", "bundled"), left_out, unlooped=config.model.n_loops == 1)
-    return f"looped experiment tabular --preset {preset_name} --models {name}={model}"
+    source = config.task_options.get("source", "bundled")
+    name = name_without(source, left_out, unlooped=config.model.n_loops == 1)
+    data = "" if source == "bundled" else f" --data {shlex.quote(source)}"
+    return f"looped experiment tabular --preset {preset_name} --models {shlex.quote(f'{name}={model}')}{data}"
