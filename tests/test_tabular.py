@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import urllib.request
 from http.client import IncompleteRead
 
@@ -14,9 +15,11 @@ import torch
 from click.testing import CliRunner
 
 import looped
+from looped.checkpoint import load_training_state, write_training_state
 from looped.cli import main
 from looped.experiments import Lab, run_experiment
 from looped.experiments import tabular as experiment
+from looped.experiments.catalog import models_of
 from looped.experiments.measure import Measured, single
 from looped.experiments.tabular import run_without
 from looped.icl import tabular
@@ -25,6 +28,7 @@ from looped.icl.tabular import (
     CACHE,
     Table,
     TabularTask,
+    digest_of,
     listed_ids,
     load_tables,
     queries,
@@ -33,7 +37,7 @@ from looped.icl.tabular import (
     without_replacement,
 )
 from looped.icl.tasks import make_task
-from looped.train import preset
+from looped.train import TrainConfig, preset, train
 from looped.train.trainer import Run
 
 
@@ -141,7 +145,13 @@ def test_a_row_is_asked_again_with_other_examples():
 
 def test_wrong_uses_are_named(tmp_path):
     with pytest.raises(ValueError, match="leave_out='iri' is none of the tables breast_cancer"):
-        TabularTask(10, leave_out="iri")
+        TabularTask(10, leave_out="iri").sample(2, 3, generator=seeded())
+    with pytest.raises(ValueError, match="leave_out='iri' is none of the tables breast_cancer"):
+        train(preset("tiny", "tabular", task_options={"leave_out": "iri"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    for options, message in (({"source": 3}, "source=3 must be a text"), ({"leave_out": 3}, "leave_out=3 must be a text, or")):
+        with pytest.raises(ValueError, match=message):
+            preset("tiny", "tabular", task_options=options)
     with pytest.raises(ValueError, match="tables have no curriculum"):
         TabularTask(10).sample(2, 3, generator=seeded(), n_live=5)
     with pytest.raises(ValueError, match="has no openml"):
@@ -451,8 +461,84 @@ def _easy():
     return tuple(tables)
 
 
-def test_training_says_how_its_model_is_scored(tmp_path):
+def test_a_run_is_of_its_tables_wherever_they_lie(cache, monkeypatch):
+    """The folder may be spelled otherwise, moved or gone; its content may not change."""
+    monkeypatch.chdir(cache)
+    for data_id, name in ((7, "good"), (12, "wide")):
+        write_cached(cache / "om", data_id, name, 1000)
+    options = {"out": cache / "out", "n_steps": 2, "n_prompts": 2, "progress": False}
+
+    def places(lab):
+        return [place for _, _, place in lab.inventory(experiment.runs(lab).values())]
+
+    def learn(source, **how):
+        config = preset("tiny", "tabular", n_steps=2, task_options={"source": str(source), "leave_out": "good"})
+        return train(config, cache / "alone", progress=False, **how)
+
+    learn("om")
+    run_experiment("tabular", Lab("tiny", data="om", **options))
+    done = places(Lab("tiny", data="om", **options))
+    assert all(place.startswith("trained: tabular_openml_without_") for place in done)
+    assert places(Lab("tiny", data=str(cache / "om"), **options)) == done
+    (cache / "om").rename(cache / "moved")
+    load_tables.cache_clear()
+    assert places(Lab("tiny", data="moved", **options)) == done
+    learn(cache / "moved", resume=True)
+    outcome = run_experiment("tabular", Lab("tiny", data=str(cache / "moved"), **options))
+    assert not any("source" in note or "digest" in note for note in outcome.notes)
+
+    write_cached(cache / "moved", 12, "wide", 1001)
+    load_tables.cache_clear()
+    with pytest.raises(ValueError, match="has another task_options"):
+        learn("moved", resume=True)
+    assert places(Lab("tiny", data="moved", **options)) == [None] * 4
+
+
+def test_a_run_from_before_tables_had_a_digest_goes_on_where_they_lie(cache):
+    for data_id, name in ((7, "good"), (12, "wide")):
+        write_cached(cache, data_id, name, 1000)
+    config = preset("tiny", "tabular", n_steps=2, task_options={"source": str(cache), "leave_out": "good"})
+    train(config, cache / "run", progress=False)
+    state = load_training_state(cache / "run" / "state.pt")
+    assert state["config"]["task_options"].pop("digest") == digest_of(load_tables(str(cache)))
+    write_training_state(cache / "run" / "state.pt", state)
+    train(config, cache / "run", resume=True, progress=False)
+    with pytest.raises(ValueError, match="has another task_options"):
+        train(preset("tiny", "tabular", n_steps=2, task_options={"leave_out": "iris"}), cache / "run", resume=True)
+
+
+def test_a_description_of_a_run_is_read_without_its_tables(monkeypatch, tmp_path):
+    def read(*_):
+        raise AssertionError("tables are read")
+
+    monkeypatch.setattr(tabular, "load_tables", read)
+    config = preset("tiny", "tabular", task_options={"source": "openml", "leave_out": "wide"})
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_tables_of_other_content_are_refused():
+    task = make_task("tabular", 10, digest="0" * 16)
+    with pytest.raises(ValueError, match=r"the tables of bundled have the digest [0-9a-f]{16}, not 0000000000000000: they are"):
+        task.sample(2, 3, generator=seeded())
+    assert make_task("tabular", 10, digest=digest_of(load_tables("bundled"))).tables == load_tables("bundled")
+
+
+def test_tables_of_like_names_have_models_of_their_own(cache):
+    names = ["a-b", "a_b", "a.b"]
+    for data_id, name in enumerate(names):
+        write_cached(cache, data_id + 1, name, 1000)
+    lab = Lab("tiny", cache / "out", data=str(cache))
+    assert len({name for name, _ in experiment.runs(lab).values()}) == 2 * len(names)
+    assert len(models_of("tabular", lab)) == 2 * len(names)
+    assert experiment.name_without("bundled", "breast_cancer", unlooped=False) == "tabular_bundled_without_breast_cancer"
+    assert experiment.name_without("x", "a b/c=d", unlooped=True) == "tabular_openml_without_a%20b%2Fc%3Dd_unlooped"
+
+
+def test_training_says_how_its_model_is_scored(cache):
     """And where it names a command, that command takes the model."""
+
+    tmp_path = cache / "with a space"
+    tmp_path.mkdir()
 
     def train(*options):
         place = tmp_path / f"run_{len(list(tmp_path.iterdir()))}"
@@ -461,10 +547,17 @@ def test_training_says_how_its_model_is_scored(tmp_path):
         assert result.exit_code == 0, result.output
         return result.stderr.rpartition("score it with: ")[2].strip()
 
-    assert train("--task", "decision_tree").startswith(f"looped eval {tmp_path}")
+    assert train("--task", "decision_tree").startswith(f"looped eval '{tmp_path}")
     assert "left one table out" in train("--task", "tabular")
     said = train("--task", "tabular", "--set", 'task_options={"leave_out": "iris"}')
-    assert said.startswith("looped experiment tabular --preset tiny --models tabular_bundled_without_iris=")
-    run = [*said.split()[1:], "--no-train", "--prompts", "2", "--out", str(tmp_path / "out")]
-    result = CliRunner().invoke(main, run)
-    assert result.exit_code == 0, result.output
+    assert said.startswith("looped experiment tabular --preset tiny --models 'tabular_bundled_without_iris=")
+    for data_id, name in ((7, "good"), (12, "wide")):
+        write_cached(cache / "my tables", data_id, name, 1000)
+    options = json.dumps({"source": str(cache / "my tables"), "leave_out": "good"})
+    of_folder = train("--task", "tabular", "--set", f"task_options={options}")
+    unlooped = train("--task", "tabular", "--unlooped", "--set", f"task_options={options}")
+    assert "tabular_openml_without_good_unlooped=" in unlooped
+    for command in (said, of_folder, unlooped):
+        run = [*shlex.split(command)[1:], "--no-train", "--prompts", "2", "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, run)
+        assert result.exit_code == 0, result.output

@@ -261,8 +261,18 @@ def test_a_state_of_another_run_is_not_resumed(tmp_path):
     for seed in (1, 2):
         train(tiny(seed=seed), tmp_path / str(seed), progress=False)
     (tmp_path / "2" / "state.pt").write_bytes((tmp_path / "1" / "state.pt").read_bytes())
-    with pytest.raises(ValueError, match="has another seed"):
+    with pytest.raises(ValueError, match=r"has another seed \(1, not 2\); use"):
         train(tiny(seed=2), tmp_path / "2", resume=True, progress=False)
+
+
+def test_a_run_goes_on_where_it_is_saved_more_or_less_often(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", crash_after(7))
+        with pytest.raises(RuntimeError):
+            train(tiny(), tmp_path / "cut", progress=False)
+    resumed = train(tiny(save_every=2, keep_every=4), tmp_path / "cut", resume=True, progress=False)
+    assert torch.equal(weights(resumed), weights(train(tiny(), tmp_path / "whole", progress=False)))
+    assert {path.name for path in (tmp_path / "cut").glob("model_*")} == {"model_8", "model_12"}
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):

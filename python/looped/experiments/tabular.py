@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+from urllib.parse import quote
 
 from torch import Tensor
 
@@ -27,20 +27,23 @@ MODELS = ("looped", "unlooped")
 def runs(lab: Lab) -> dict[tuple[str, str], Run]:
     """The models, by the table that training leaves out, and kind. Reads the tables."""
     wanted: dict[tuple[str, str], Run] = {}
-    source = "bundled" if lab.data == "bundled" else "openml"
     for table in load_tables(lab.data):
         for kind in MODELS:
             unlooped = kind == "unlooped"
             wanted[table.name, kind] = (
-                name_without(source, table.name, unlooped=unlooped),
+                name_without(lab.data, table.name, unlooped=unlooped),
                 run_without(lab, table, unlooped=unlooped),
             )
     return wanted
 
 
 def name_without(source: str, table: str, *, unlooped: bool) -> str:
-    """The name of the model of a source's tables but one."""
-    return f"tabular_{source}_without_{re.sub('[^A-Za-z0-9]+', '_', table)}" + ("_unlooped" if unlooped else "")
+    """The name of the model of a source's tables but one: of the bundled ones, or of any that come from openml.org.
+
+    Other characters of a table's name than letters, digits and ``_.-~`` are written as in a URL, so that no two tables are one.
+    """
+    kind = "bundled" if source == "bundled" else "openml"
+    return f"tabular_{kind}_without_{quote(table, safe='')}" + ("_unlooped" if unlooped else "")
 
 
 def run(lab: Lab) -> Outcome:
@@ -86,7 +89,8 @@ def run(lab: Lab) -> Outcome:
 def run_without(lab: Lab, table: Table, *, unlooped: bool) -> TrainConfig:
     """The run on every table but one, as published: no loss but the window's, no loops beyond b."""
     config = lab.config("tabular", unlooped=unlooped, n_steps=STEPS[lab.preset], rest_weight=0.0, extra_loops=0)
-    return dataclasses.replace(config, task_options={"source": lab.data, "leave_out": table.name})
+    options = {"source": lab.data, "leave_out": table.name}
+    return dataclasses.replace(config, task_options=options).with_data_named()
 
 
 def _by_model(model: LoopedTransformer, repeats: int) -> Way:

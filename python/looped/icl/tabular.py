@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import json
 import logging
 import urllib.request
@@ -110,6 +111,16 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
     if len(tables) < 2:
         raise ValueError(f"load_tables: {source} has {len(tables)} tables that pass the filters; leaving one out needs two")
     return tuple(tables)
+
+
+@functools.lru_cache(maxsize=8)
+def digest_of(tables: tuple[Table, ...]) -> str:
+    """Of the names and numbers of tables, in order: alike where they are, in whatever folder."""
+    digest = hashlib.sha256()
+    for table in tables:
+        digest.update(json.dumps([table.name, *table.X.shape]).encode())
+        digest.update(np.ascontiguousarray(table.X, dtype="<f8").tobytes() + np.asarray(table.y, dtype="<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _bundled() -> tuple[Table, ...]:
@@ -228,17 +239,22 @@ def listed_ids(listing: dict[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class TabularTask(Task):
-    """Prompts of rows of one table each, drawn without replacement; y is 0 or 1. Every table but `leave_out` is as likely."""
+    """Prompts of rows of one table each, drawn without replacement; y is 0 or 1. Every table but `leave_out` is as likely.
+
+    digest: `digest_of` the source's tables, or None for any. Nothing is read before the tables or prompts are asked for.
+    """
 
     source: str = "bundled"
     leave_out: str | None = None
+    digest: str | None = None
     name: ClassVar[str] = "tabular"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = [table.name for table in load_tables(self.source)]
-        if self.leave_out is not None and self.leave_out not in known:
-            raise ValueError(f"tabular: leave_out={self.leave_out!r} is none of the tables {', '.join(known)}")
+        for field in ("source", "leave_out", "digest"):
+            value = getattr(self, field)
+            if not isinstance(value, str) and (value is not None or field == "source"):
+                raise ValueError(f"tabular: {field}={value!r} must be a text{'' if field == 'source' else ', or None'}")
 
     @property
     def error_scale(self) -> float:
@@ -246,8 +262,22 @@ class TabularTask(Task):
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Those that prompts are drawn from."""
-        return tuple(table for table in load_tables(self.source) if table.name != self.leave_out)
+        """Those that prompts are drawn from. Raises as `load_tables`, and ValueError where they are others than asked for."""
+        every = load_tables(self.source)
+        known = [table.name for table in every]
+        if self.leave_out is not None and self.leave_out not in known:
+            raise ValueError(f"tabular: leave_out={self.leave_out!r} is none of the tables {', '.join(known)}")
+        if self.digest is not None and (found := digest_of(every)) != self.digest:
+            raise ValueError(
+                f"tabular: the tables of {self.source} have the digest {found}, not {self.digest}: they are others, or have "
+                "changed; pass the ones that were trained on"
+            )
+        return tuple(table for table in every if table.name != self.leave_out)
+
+    @property
+    def content(self) -> str | None:
+        """The digest of all tables of the source; None of the bundled ones, whose name says it. Raises as `tables`."""
+        return digest_of(load_tables(self.source)) if self.tables and self.source != "bundled" else None
 
     def sample(self, n_prompts: int, n_points: int, *, generator: torch.Generator, n_live: int | None = None) -> Pairs:
         """As in `Task.sample`; n_live, if given, must be n_dims. Raises ValueError where a table has fewer rows than points."""

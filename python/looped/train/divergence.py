@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from looped.checkpoint import write_atomically
+from looped.train.identity import differences
 from looped.train.recipe import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,11 @@ def why_diverged(config: TrainConfig, folder: Path) -> str | None:
         return None
     try:
         left = json.loads(path.read_text(encoding="utf-8"))
-        reason, of = left["reason"], left["config"]
+        reason, others = left["reason"], differences(config, left["config"])
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
         log.warning("%s is damaged and is passed over", path)
         return None
-    return str(reason) if of == json.loads(json.dumps(config.to_dict())) else None
+    return None if others else str(reason)
 
 
 def forget_or_raise(config: TrainConfig, folder: Path, resume: bool) -> None:

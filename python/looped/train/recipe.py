@@ -58,7 +58,8 @@ class TrainConfig:
     cross-entropy of y as a class, any other one on the squared error.
 
     save_every: steps between checkpoints that a killed run resumes from. keep_every: steps between copies of the model that
-    stay; 0 keeps none. seed: of the weights and of the prompts. task_options: fields of the task beside n_dims.
+    stay; 0 keeps none. seed: of the weights and of the prompts. task_options: fields of the task beside n_dims; real tables are
+    not read before training starts.
 
     Raises ValueError for values that do not fit each other.
     """
@@ -142,6 +143,16 @@ class TrainConfig:
     def make_task(self) -> Task:
         """The task that prompts are drawn from."""
         return make_task(self.task, self.dims.end, **self.task_options)
+
+    def with_data_named(self) -> TrainConfig:
+        """This run with the content of its real tables among the task's options (`digest`), so that it is the same run wherever
+        they lie; any other one as it is. Reads the tables, and raises what `looped.icl.tabular.load_tables` raises."""
+        if self.task != "tabular":
+            return self
+        from looped.icl.tabular import TabularTask
+
+        content = TabularTask(self.dims.end, **self.task_options).content
+        return self if content is None else dataclasses.replace(self, task_options=self.task_options | {"digest": content})
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 
 from looped.checkpoint import CONFIG_FILE, write_atomically
 from looped.config import LoopedConfig
+from looped.train.identity import differences
 from looped.train.recipe import TrainConfig
 
 FILE = "train.json"
@@ -41,10 +41,8 @@ def _read(path: Path) -> TrainConfig:
 
 
 def is_record_of(path: Path, config: TrainConfig) -> bool:
-    """Whether a file is there and names this configuration, how often it is saved apart. Raises as `read_record`."""
-    if not path.is_file():
-        return False
-    return dataclasses.replace(read_record(path), save_every=config.save_every, keep_every=config.keep_every) == config
+    """Whether a file is there and is of this run (`looped.train.identity`). Raises as `read_record`."""
+    return path.is_file() and not differences(config, read_record(path).to_dict())
 
 
 def run_of_model(folder: Path, model: LoopedConfig) -> tuple[TrainConfig | None, str]:

@@ -29,6 +29,7 @@ from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
 from looped.train import divergence, provenance, record
 from looped.train.device import usable_device
+from looped.train.identity import differences
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 from looped.train.shortfall import shortfall
@@ -166,12 +167,12 @@ def train(
     then raises KeyboardInterrupt. progress: show a bar on standard error. device: where to compute; prompts are drawn on the
     CPU.
 
-    Raises ValueError for a device that does not work here, where the folder holds a run and `resume` is False, or a run or
-    models of another configuration; OSError where a checkpoint cannot be written (the one before it is left whole);
+    Raises ValueError for a device that does not work here, for tables that cannot be trained on, where the folder holds a run
+    and `resume` is False, or a run or models of another configuration, how often it is saved and where its tables lie apart; OSError where a checkpoint cannot be written (the one before it is left whole);
     FloatingPointError where training diverges or ends while it does (the last checkpoint before it, if there is one, is kept,
     `diverged.json` says where, and resuming raises it again).
     """
-    folder, device = Path(folder), usable_device(device)
+    folder, device, config = Path(folder), usable_device(device), config.with_data_named()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
         return _train(config, folder, resume, progress, device)
@@ -270,18 +271,11 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
     return run.model
 
 
-DEFAULTS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-NEWER_FIELDS = ("weight_decay", "precision", "n_distinct")  # that checkpoints of older runs do not name
-
-
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
     if not resume:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
     state = load_training_state(folder / "state.pt")
-    now, before = run.config.to_dict(), state.get("config", {})
-    before = {**{name: DEFAULTS[name] for name in NEWER_FIELDS}, **before}
-    different = [f"{name} ({before.get(name)}, not {now[name]})" for name in now if now[name] != before.get(name)]
-    if different:
+    if different := differences(run.config, state.get("config", {})):
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
     run.load(state)
 
