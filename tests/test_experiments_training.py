@@ -432,6 +432,49 @@ def test_an_interrupt_while_it_explodes_names_the_step_that_is_kept(tmp_path, mo
     assert torch.equal(weights(resumed), weights(train(config, tmp_path / "whole", progress=False)))
 
 
+@pytest.mark.parametrize("lr", [1e4, 1e30])
+def test_a_step_that_destroys_the_weights_is_kept_nowhere(tmp_path, lr):
+    """Its loss is that of the weights before it, and a good one."""
+    config = preset("tiny", grad_clip=None, lr=1e-3, n_steps=60, save_every=1, keep_every=1)
+    good = train(dataclasses.replace(config, n_steps=4), tmp_path / "good", progress=False)
+    state = checkpoint.load_training_state(tmp_path / "good" / "state.pt")
+    wild = dataclasses.replace(config, lr=lr)
+    with pytest.raises(FloatingPointError, match=r"at step 2; .*\(there is no checkpoint yet\)"):
+        train(wild, tmp_path / "wild", progress=False)
+    (tmp_path / "cut").mkdir()
+    state["config"] = wild.to_dict()
+    checkpoint.write_training_state(tmp_path / "cut" / "state.pt", state)
+    with pytest.raises(FloatingPointError, match=r"at step 6; .*last checkpoint: step 4"):
+        train(wild, tmp_path / "cut", resume=True, progress=False)
+    kept = checkpoint.load_training_state(tmp_path / "cut" / "state.pt")
+    assert kept["step"] == 4
+    assert torch.equal(torch.cat([t.flatten() for t in kept["model"].values()]), weights(good))
+    assert not [*(tmp_path / "cut").glob("model*"), *(tmp_path / "wild").glob("model*")]
+    with pytest.raises(FloatingPointError, match="was exploding when the run ended at step 1: that of its last weights is not"):
+        train(dataclasses.replace(wild, n_steps=1), tmp_path / "one", progress=False)
+    assert not [*(tmp_path / "one").glob("model*"), *(tmp_path / "one").glob("state.pt")]
+
+
+def test_an_interrupt_after_a_step_that_destroys_the_weights_keeps_the_one_before(tmp_path, monkeypatch):
+    config, advance = tiny(n_steps=12, save_every=4), Run.advance
+
+    def interrupted(self):
+        numbers = advance(self)
+        if self.step == 6:
+            with torch.no_grad():
+                self.model.read_out.weight.fill_(1e4)
+            os.kill(os.getpid(), signal.SIGINT)
+        return numbers
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "advance", interrupted)
+        match = r"stopped at step 6 while its loss explodes, which is not kept \(the checkpoint of step 4 is whole"
+        with pytest.raises(KeyboardInterrupt, match=match):
+            train(config, tmp_path / "cut", progress=False)
+    resumed = train(config, tmp_path / "cut", resume=True, progress=False)
+    assert torch.equal(weights(resumed), weights(train(config, tmp_path / "whole", progress=False)))
+
+
 def test_spikes_are_no_divergence(tmp_path, monkeypatch):
     calls = []
 

@@ -8,8 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from looped.checkpoint import write_atomically
+from looped.model import LoopedTransformer
 from looped.train.identity import differences
+from looped.train.loss import matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -25,6 +30,20 @@ def count_exploded(before: int, error: float, of_nothing: float) -> int:
     return before + 1 if error > EXPLODED * of_nothing else 0
 
 
+def of_nothing(config: TrainConfig, ys: Tensor) -> float:
+    """The error of answering 0, or all classes alike, to ys [B, n]."""
+    return ys.square().mean().item() if config.model.readout == "scalar" else math.log(config.model.readout_width)
+
+
+@torch.no_grad()
+def is_sound(config: TrainConfig, model: LoopedTransformer, xs: Tensor, ys: Tensor, *, n_loops: int) -> bool:
+    """Whether the error of the model's window on prompts xs [B, n, d], ys [B, n] is finite and has not exploded."""
+    with matrix_products(config.precision):
+        errors, _ = window_errors(model, xs, ys, n_loops=n_loops, window=config.window, precision=config.precision)
+    error = errors.mean().item()
+    return math.isfinite(error) and count_exploded(0, error, of_nothing(config, ys)) == 0
+
+
 def check(step: int, loss: float, grad_norm: float, n_exploded: int) -> None:
     """Raises FloatingPointError, naming the step, for a run that has diverged."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -37,10 +56,12 @@ def check(step: int, loss: float, grad_norm: float, n_exploded: int) -> None:
 
 
 def at_the_end(step: int, n_exploded: int) -> str:
-    """Why a run that ended at a step whose loss had exploded is no good one, though that was not yet for long."""
+    """Why a run that ended at a step whose loss had exploded is no good one, though that was not yet for long, or not before
+    its last weights (n_exploded 0)."""
+    since = f"for the last {n_exploded} of its steps it was" if n_exploded else "that of its last weights is not finite, or"
     return (
-        f"train: the loss was exploding when the run ended at step {step}: for the last {n_exploded} of its steps it was more "
-        f"than {EXPLODED:g} times that of answering 0; {REMEDY}"
+        f"train: the loss was exploding when the run ended at step {step}: {since} more than {EXPLODED:g} times that of "
+        f"answering 0; {REMEDY}"
     )
 
 

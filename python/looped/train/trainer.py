@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
@@ -106,11 +107,7 @@ class Run:
         settles = step >= config.settle_from
         if settles and config.extra_loops:
             n_loops += int(torch.randint(config.extra_loops + 1, (), generator=self.prompt_rng))
-        if self.pool is None:
-            pairs = self.task.sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
-        else:
-            pairs = self.pool.sample(config.batch_size, generator=self.prompt_rng)
-        xs, ys = (part.to(self.device) for part in pairs)
+        xs, ys = self.prompts(step, self.prompt_rng)
         with matrix_products(config.precision):
             errors, change = window_errors(
                 self.model, xs, ys, n_loops=n_loops, window=config.window, precision=config.precision
@@ -135,12 +132,33 @@ class Run:
             "lr": config.lr_at(step),
             "grad_norm": norm.item(),
         }
-        of_nothing = ys.square().mean().item() if config.model.readout == "scalar" else math.log(config.model.readout_width)
-        self.n_exploded = divergence.count_exploded(self.n_exploded, error.item(), of_nothing)
+        self.n_exploded = divergence.count_exploded(self.n_exploded, error.item(), divergence.of_nothing(config, ys))
         divergence.check(step + 1, numbers["loss"], numbers["grad_norm"], self.n_exploded)
         self.optimizer.step()
         self.step += 1
         return numbers
+
+
+    def prompts(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A batch of a step's curriculum: xs [B, n, d] and ys [B, n] on the run's device."""
+        config = self.config
+        if self.pool is None:
+            n_live, n_points = config.dims.at(step), config.points.at(step)
+            pairs = self.task.sample(config.batch_size, n_points, generator=generator, n_live=n_live)
+        else:
+            pairs = self.pool.sample(config.batch_size, generator=generator)
+        return pairs.xs.to(self.device), pairs.ys.to(self.device)
+
+    def is_sound(self) -> bool:
+        """Whether neither the last step's loss nor the error of the weights it led to, on a batch of their own, has exploded.
+
+        Draws no prompt of the run's and leaves it as it is.
+        """
+        if self.n_exploded:
+            return False
+        step = min(self.step, self.config.n_steps - 1)
+        xs, ys = self.prompts(step, torch.Generator().manual_seed(self.config.seed ^ 0x50FD))
+        return divergence.is_sound(self.config, self.model, xs, ys, n_loops=self.config.loops.at(step))
 
 
 def _optimizer(config: TrainConfig, model: LoopedTransformer) -> torch.optim.Optimizer:
@@ -168,9 +186,11 @@ def train(
     CPU.
 
     Raises ValueError for a device that does not work here, for tables that cannot be trained on, where the folder holds a run
-    and `resume` is False, or a run or models of another configuration, how often it is saved and where its tables lie apart; OSError where a checkpoint cannot be written (the one before it is left whole);
-    FloatingPointError where training diverges or ends while it does (the last checkpoint before it, if there is one, is kept,
-    `diverged.json` says where, and resuming raises it again).
+    and `resume` is False, or a run or models of another configuration, how often it is saved and where its tables lie apart;
+    OSError where a checkpoint cannot be written (the one before it is left whole); FloatingPointError where training diverges
+    or ends while it does (the last checkpoint before it, if there is one, is kept, `diverged.json` says where, and resuming
+    raises it again). Weights are written, as a checkpoint, a copy or the final model, only once their own error on a batch that
+    training does not see is found to be no exploded one (`looped.train.divergence`): the loss of a step is that before it.
     """
     folder, device, config = Path(folder), usable_device(device), config.with_data_named()
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,17 +275,21 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
                         f"train: cannot write {folder / 'log.jsonl'} at step {run.step} ({error.strerror}); {kept()}; make room"
                     )
                     raise OSError(error.errno, text) from error
-            if config.keep_every and run.step % config.keep_every == 0:  # before the checkpoint, or a crash could skip it
-                save_model(run.model, folder / f"model_{run.step}")
+            keeps = config.keep_every and run.step % config.keep_every == 0
             due = run.step % config.save_every == 0 or run.step == config.n_steps or stop.is_set()
-            if due and not run.n_exploded:  # an exploded state would take the place of the last good one
+            is_sound = (keeps or due) and run.is_sound()  # an exploded state would take the place of the last good one
+            if keeps and is_sound:  # before the checkpoint, or a crash could skip it
+                save_model(run.model, folder / f"model_{run.step}")
+            elif keeps:
+                log.warning("train: there is no model_%s: the loss explodes", run.step)
+            if due and is_sound:
                 save()
             if stop.is_set():
                 at = f"step {run.step}"
                 if saved_step != run.step:
                     at += f" while its loss explodes, which is not kept ({kept()})"
                 raise KeyboardInterrupt(f"train: stopped at {at}; the same with --resume (resume=True) goes on")
-    if run.n_exploded:
+    if not run.is_sound():
         raise diverge(run.step, divergence.at_the_end(run.step, run.n_exploded))
     save_model(run.model, folder / "model")
     return run.model
