@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -776,6 +777,44 @@ def test_weights_and_configuration_come_from_two_models(tmp_path):
     (tmp_path / "3" / "config.json").write_bytes((tmp_path / "5" / "config.json").read_bytes())
     with pytest.raises(ValueError, match="come from two models"):
         looped.load_model(tmp_path / "3")
+
+
+def test_a_model_is_saved_otherwise_each_time(tmp_path):
+    model = looped.LoopedTransformer(looped.icl_config(n_dims=2, n_points=3, d_model=8, n_heads=2))
+    looped.save_model(model, tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for _ in range(12):
+        looped.save_model(model, tmp_path)
+        assert (tmp_path / "model.safetensors").read_bytes() == whole
+
+
+@pytest.mark.parametrize("written", ["{", "[" * 100_000])
+def test_a_configuration_inside_the_weights_is_no_json(saved, written):
+    tensors = safetensors.torch.load_file(saved / "model.safetensors")
+    config = (saved / "config.json").read_text()
+    safetensors.torch.save_file(tensors, saved / "model.safetensors", metadata={"format": "looped-1", "config": config})
+    load_model(saved)  # as older versions wrote it
+    safetensors.torch.save_file(tensors, saved / "model.safetensors", metadata={"config": written})
+    with pytest.raises(ValueError, match=r"the configuration inside .*model\.safetensors is not JSON .*; restore the file"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize("part", ["data/0", "data.pkl", "version"])
+def test_a_flipped_bit_of_a_state_is_read(tmp_path, part):
+    path = tmp_path / "state.pt"
+    write_training_state(path, {"step": 1, "weights": torch.rand(300)})
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as file:
+        (entry,) = [one for one in file.infolist() if one.filename.endswith("/" + part)]
+    start = whole.index(entry.filename.encode(), entry.header_offset) + len(entry.filename)
+    start += int.from_bytes(whole[entry.header_offset + 28 : entry.header_offset + 30], "little")  # its extra field
+    for place in range(start, start + entry.file_size, 61):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=rf"{part} is not what was written.; restore it, or remove it to start the run"):
+            load_training_state(path)
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"is truncated.*restore it, or remove it to start the run again"):
+        load_training_state(path)
 
 
 def test_a_file_that_holds_itself_hangs_the_reader(tmp_path):

@@ -265,6 +265,51 @@ def test_a_state_of_another_run_is_not_resumed(tmp_path):
         train(tiny(seed=2), tmp_path / "2", resume=True, progress=False)
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "advance", crash_after(7))
+        with pytest.raises(RuntimeError):
+            train(tiny(), folder, progress=False)
+    return folder
+
+
+DAMAGE = {
+    "it lacks model": lambda state: state.pop("model"),
+    "it lacks config, step": lambda state: [state.pop(name) for name in ("config", "step")],
+    "its config is int and must be a mapping": lambda state: state.update(config=3),
+    "its model is list and must be a mapping": lambda state: state.update(model=[]),
+    "its step is 'x' and must be an integer in 0 .. n_steps=12": lambda state: state.update(step="x"),
+    "its step is 99 and must be an integer in 0 .. n_steps=12": lambda state: state.update(step=99),
+    "its step is -1 and must be": lambda state: state.update(step=-1),
+    "its seconds are nan and must be": lambda state: state.update(seconds=float("nan")),
+    "it lacks read_out.bias": lambda state: state["model"].pop("read_out.bias"),
+    "its read_out.bias is int and must be a tensor": lambda state: state["model"].update({"read_out.bias": 3}),
+    "its read_out.bias is torch.float32 [9] and must be torch.float32 [1]": lambda state: state["model"].update(
+        {"read_out.bias": torch.ones(9)}
+    ),
+    "its prompt_rng is torch.uint8 [7] and must be": lambda state: state.update(prompt_rng=state["prompt_rng"][:7]),
+    "its prompt_rng is NoneType and must be a tensor": lambda state: state.update(prompt_rng=None),
+    "its optimizer has no groups of parameters": lambda state: state.update(optimizer={}),
+    "its optimizer is of other parameters": lambda state: state["optimizer"]["param_groups"][0]["params"].pop(),
+    "its optimizer holds no moments": lambda state: state["optimizer"].update(state={}),
+    "its optimizer's exp_avg of parameter 0 is NoneType": lambda state: state["optimizer"]["state"][0].pop("exp_avg"),
+    "its optimizer's step of parameter 0 is None": lambda state: state["optimizer"]["state"][0].pop("step"),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+def test_a_checkpoint_that_is_none_is_refused(tmp_path, stopped, reason):
+    state = checkpoint.load_training_state(stopped / "state.pt")
+    DAMAGE[reason](state)
+    checkpoint.write_training_state(tmp_path / "state.pt", state)
+    with pytest.raises(ValueError, match=r"is no checkpoint of a run: .*; restore it, or remove it to start the run") as caught:
+        train(tiny(), tmp_path, resume=True, progress=False)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_run_goes_on_where_it_is_saved_more_or_less_often(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Run, "advance", crash_after(7))

@@ -7,6 +7,9 @@ import json
 import os
 import re
 import secrets
+import struct
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ FORMAT = "looped-1"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 PICKLED_WEIGHTS_FILE = "pytorch_model.bin"
+REMEDY_OF_STATE = "restore it, or remove it to start the run again"
 
 
 # Our own layout ---------------------------------------------------------------------------------------------------
@@ -43,9 +47,10 @@ def save_model(model: LoopedTransformer, folder: str | os.PathLike[str]) -> None
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     config = json.dumps({"format": FORMAT} | model.config.to_dict(), indent=2)
     folder.mkdir(parents=True, exist_ok=True)
+    # One key of metadata: safetensors writes several in a random order, and equal models should be equal files.
     _replace_files(
         {
-            folder / WEIGHTS_FILE: safetensors.torch.save(tensors, metadata={"format": FORMAT, "config": config}),
+            folder / WEIGHTS_FILE: safetensors.torch.save(tensors, metadata={"config": config}),
             folder / CONFIG_FILE: config.encode(),
         }
     )
@@ -74,9 +79,8 @@ def load_model(folder: str | os.PathLike[str]) -> LoopedTransformer:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {folder / CONFIG_FILE} describes no model: {error}") from error
     tensors = _read_safetensors(who, folder / WEIGHTS_FILE)
-    with safetensors.safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        saved_with = (file.metadata() or {}).get("config")
-    if saved_with is not None and json.loads(saved_with) != {"format": FORMAT} | fields:
+    saved_with = _config_beside(who, folder / WEIGHTS_FILE)
+    if saved_with is not None and saved_with != {"format": FORMAT} | fields:
         raise ValueError(
             f"{who}: {folder / WEIGHTS_FILE} and {folder / CONFIG_FILE} come from two models (a save was cut short, or one of "
             "them was edited); save the model again"
@@ -162,8 +166,29 @@ def write_training_state(path: str | os.PathLike[str], state: dict[str, Any]) ->
 
 
 def load_training_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `write_training_state` wrote, on the CPU. Raises FileNotFoundError, and ValueError for a damaged file."""
-    return _read_pickle("load_training_state", Path(path))
+    """What `write_training_state` wrote, on the CPU. Raises FileNotFoundError, and ValueError for a damaged file.
+
+    PyTorch writes a checksum (CRC-32) beside every part of the file, and does not read it back: it is checked here.
+    """
+    who, path = "load_training_state", Path(path)
+    _check_is_file(who, path)
+    if (damaged := _damaged_part(path.read_bytes())) is not None:
+        raise ValueError(
+            f"{who}: {path} is truncated, corrupt or not written by torch.save ({damaged} is not what was written); "
+            f"{REMEDY_OF_STATE}"
+        )
+    return _read_pickle(who, path, REMEDY_OF_STATE)
+
+
+def _damaged_part(content: bytes) -> str | None:
+    """The first part of a zip file that is not as its checksum says; None where all are, and for another kind of file."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as file:
+            return file.testzip()
+    except zipfile.BadZipFile:  # cut, or of torch.save's old format: for the reader to tell
+        return None
+    except (OSError, EOFError, ValueError, RuntimeError, OverflowError, struct.error, zlib.error):
+        return "its index"
 
 
 # Files ------------------------------------------------------------------------------------------------------------
@@ -214,7 +239,17 @@ def _read_safetensors(who: str, path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{who}: {path} is truncated or corrupt ({error}); fetch it again") from error
 
 
-def _read_pickle(who: str, path: Path) -> dict[str, Any]:
+def _config_beside(who: str, path: Path) -> Any:
+    """The configuration that `save_model` wrote into the file of the weights; None where there is none."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        written = (file.metadata() or {}).get("config")
+    try:
+        return None if written is None else json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{who}: the configuration inside {path} is not JSON ({error}); restore the file") from error
+
+
+def _read_pickle(who: str, path: Path, remedy: str = "fetch it again") -> dict[str, Any]:
     """A dict of `torch.save`. Only tensors and plain containers are rebuilt; anything else in the file is an error."""
     _check_is_file(who, path)
     try:
@@ -228,7 +263,7 @@ def _read_pickle(who: str, path: Path) -> dict[str, Any]:
                 "re-save its tensors alone: torch.save(model.state_dict(), path)"
             ) from error
         raise ValueError(
-            f"{who}: {path} is truncated, corrupt or not written by torch.save ({type(error).__name__}); fetch it again"
+            f"{who}: {path} is truncated, corrupt or not written by torch.save ({type(error).__name__}); {remedy}"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{who}: {path} holds a {type(content).__name__} but must hold a dict; save a state dict")

@@ -20,7 +20,7 @@ def differences(config: TrainConfig, described: Mapping[str, Any]) -> list[str]:
     Real tables are compared by the digest of their content where both runs have one, wherever they lie.
     """
     now, then = _plain(config.to_dict()), _plain(described)
-    options = [run.get("task_options") for run in (now, then)]
+    options: list[Any] = [run.get("task_options") for run in (now, then)]
     if all(isinstance(one, dict) for one in options):
         named = all(one.get("digest") for one in options)
         for one in options:

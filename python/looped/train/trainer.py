@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from looped.checkpoint import load_training_state, save_model, write_atomically, write_training_state
+from looped.checkpoint import REMEDY_OF_STATE, load_training_state, save_model, write_atomically, write_training_state
 from looped.icl.tasks import PromptPool, Task
 from looped.model import LoopedTransformer
 from looped.train import divergence, provenance, record
@@ -34,6 +34,7 @@ from looped.train.identity import differences
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
 from looped.train.recipe import TrainConfig
 from looped.train.shortfall import shortfall
+from looped.train.state import check_fields, check_state
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Run:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `to_dict` gave. Raises ValueError, before any of it is taken, for what does not fit the run."""
+        check_state(state, n_steps=self.config.n_steps, model=self.model, optimizer=self.optimizer, rng=self.prompt_rng)
         self.step, self.seconds = state["step"], state["seconds"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -137,7 +140,6 @@ class Run:
         self.optimizer.step()
         self.step += 1
         return numbers
-
 
     def prompts(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A batch of a step's curriculum: xs [B, n, d] and ys [B, n] on the run's device."""
@@ -298,10 +300,18 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
     if not resume:
         raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
-    state = load_training_state(folder / "state.pt")
-    if different := differences(run.config, state.get("config", {})):
+    path = folder / "state.pt"
+    state = load_training_state(path)
+    try:
+        check_fields(state)
+        different = differences(run.config, state["config"])
+        if not different:
+            run.load(state)
+    except (ValueError, RuntimeError) as error:  # RuntimeError: of a generator that PyTorch does not take
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"train: {path} is no checkpoint of a run: {reason}; {REMEDY_OF_STATE}") from error
+    if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
-    run.load(state)
 
 
 def _drop_log_after(path: Path, step: int) -> None:

@@ -1,0 +1,67 @@
+"""Whether what a checkpoint holds fits a run: checked before any of it is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from looped.integers import integer_of
+from looped.layouts import check_keys
+
+FIELDS = ("config", "step", "seconds", "model", "optimizer", "prompt_rng")
+
+
+def check_state(
+    state: Mapping[str, Any], *, n_steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator
+) -> None:
+    """Raises ValueError, in words that follow the file's name, for a state of other fields, sizes or dtypes than the run's."""
+    check_fields(state)
+    step, seconds, prompt_rng = state["step"], state["seconds"], state["prompt_rng"]
+    if integer_of(step) is None or not 0 <= step <= n_steps:
+        raise ValueError(f"its step is {step!r} and must be an integer in 0 .. n_steps={n_steps}")
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"its seconds are {seconds!r} and must be a number of at least 0")
+    weights = model.state_dict()
+    check_keys("its model", weights, state["model"])
+    for name, weight in weights.items():
+        _check_tensor(f"its {name}", state["model"][name], weight)
+    _check_optimizer(state["optimizer"], optimizer, step)
+    _check_tensor("its prompt_rng", prompt_rng, rng.get_state())
+
+
+def check_fields(state: Mapping[str, Any]) -> None:
+    """Raises ValueError for a state that lacks a field, or whose parts are no mappings."""
+    if missing := [name for name in FIELDS if name not in state]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    for name in ("config", "model", "optimizer"):
+        if not isinstance(state[name], Mapping):
+            raise ValueError(f"its {name} is {type(state[name]).__name__} and must be a mapping")
+
+
+def _check_optimizer(found: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+    groups, moments = found.get("param_groups"), found.get("state")
+    expected = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+    needed = {"params", "betas", "eps", "weight_decay"}
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) and needed <= group.keys() for group in groups):
+        raise ValueError("its optimizer has no groups of parameters, or some without their numbers")
+    if [group["params"] for group in groups] != expected:
+        raise ValueError("its optimizer is of other parameters")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not isinstance(moments, Mapping) or not moments.keys() <= set(range(len(parameters))) or (step and not moments):
+        raise ValueError("its optimizer holds no moments, or those of other parameters")
+    for i, one in moments.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            _check_tensor(f"its optimizer's {name} of parameter {i}", dict(one).get(name), parameters[i])
+        if not isinstance(one.get("step"), Tensor) or one["step"].numel() != 1:
+            raise ValueError(f"its optimizer's step of parameter {i} is {one.get('step')!r} and must be one number")
+
+
+def _check_tensor(what: str, found: Any, expected: Tensor) -> None:
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{what} is {type(found).__name__} and must be a tensor")
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise ValueError(f"{what} is {found.dtype} {list(found.shape)} and must be {expected.dtype} {list(expected.shape)}")
