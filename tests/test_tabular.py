@@ -202,6 +202,9 @@ def _gzip(path, content):
     path.write_bytes(gzip.compress(content))
 
 
+REAL_URLOPEN = urllib.request.urlopen
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
@@ -232,6 +235,58 @@ def test_a_folder_of_scikit_learns_cache_is_read_without_a_network(cache):
     assert (pairs.xs[..., :2] == 0).all()
     with pytest.raises(OSError, match="no network"), pytest.warns(RuntimeWarning, match="Invalid cache"):
         read_openml(99, cache)
+
+
+DATA = "openml/openml.org/data/v1/download/12/wide.arff.gz"
+DAMAGED_FILES = [
+    (DATA, lambda content: content[:-200], "cannot be read .Compressed file ended"),
+    (DATA, lambda content: b"", "cannot be read"),
+    (DATA, lambda content: b"plain text", "cannot be read .Not a gzipped file"),
+    (DATA, lambda content: None, "cannot be read .it is missing"),
+    (DATA, lambda content: gzip.compress(b"@relation other"), "its MD5 is [0-9a-f]{32}, not [0-9a-f]{32}"),
+    (f"{CACHE}/features/12.gz", lambda content: None, "it is missing"),
+    (f"{CACHE}/features/12.gz", lambda content: gzip.compress(b'{"data_features": {}}'), "is no table as .*KeyError"),
+    (f"{CACHE}/qualities/12.gz", lambda content: content[:20], "cannot be read"),
+    (f"{CACHE}/12.gz", lambda content: content[:-9], "cannot be read"),
+    (f"{CACHE}/12.gz", lambda content: gzip.compress(b"{}"), "it is no JSON with 'data_set_description'"),
+    (f"{CACHE}/12.gz", lambda content: gzip.compress(b"<html>"), "it is no JSON with 'data_set_description'"),
+    (f"{CACHE}/12.gz", lambda content: gzip.compress(b'{"data_set_description": []}'), "is list, not an object"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "why"), DAMAGED_FILES)
+def test_a_damaged_file_of_a_folder_is_named_and_neither_removed_nor_downloaded(cache, name, change, why):
+    for data_id, table in ((7, "good"), (12, "wide"), (13, "more")):
+        write_cached(cache, data_id, table, 1000)
+    content = change((cache / name).read_bytes())
+    (cache / name).unlink() if content is None else (cache / name).write_bytes(content)
+    before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    with pytest.raises(
+        OSError, match=rf"load_tables: table 12: .*{why}.*; restore it, or remove .*12\.gz to do without"
+    ) as caught:
+        load_tables(str(cache))
+    assert "network" not in str(caught.value)
+    assert {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("content", [b"@relation wide\n@attribute x numeric\n@data\nred\n", b"\xff\xfe", b""])
+def test_a_whole_file_that_is_no_table_is_named_too(cache, monkeypatch, content, recwarn):
+    def of_files(request, urlopen=REAL_URLOPEN):
+        assert request.full_url.startswith("file:"), "it goes to the network"
+        return urlopen(request)
+
+    monkeypatch.setattr("sklearn.datasets._openml.urlopen", of_files)
+    for data_id, table in ((7, "good"), (12, "wide"), (13, "more")):
+        write_cached(cache, data_id, table, 1000)
+    _gzip(cache / DATA, content)
+    description = json.loads(gzip.decompress((cache / CACHE / "12.gz").read_bytes()))
+    description["data_set_description"]["md5_checksum"] = hashlib.md5(content).hexdigest()
+    _gzip(cache / CACHE / "12.gz", json.dumps(description).encode())
+    before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    with pytest.raises(OSError, match=r"load_tables: table 12: .*wide\.arff\.gz cannot be read \(it is no table as "):
+        load_tables(str(cache))
+    assert not [str(warning.message) for warning in recwarn if "network" in str(warning.message)]
+    assert {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == before
 
 
 def test_the_list_is_downloaded_once_and_its_tables_fetched(cache, monkeypatch):

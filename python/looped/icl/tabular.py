@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from looped.checkpoint import write_atomically
+from looped.icl.openml_files import CACHE, ids_in, whole_copy
 from looped.icl.tasks import Pairs, Task
 
 log = logging.getLogger(__name__)
 
-CACHE = Path("openml", "openml.org", "api", "v1", "json", "data")  # of scikit-learn, inside its data home
 LISTING = (
     "https://www.openml.org/api/v1/json/data/list/status/active/number_missing_values/0"
     "/number_instances/1000..10000/number_features/5..20/number_classes/2/limit/10000"
@@ -79,7 +79,7 @@ def _standardised(X: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def load_tables(source: str = "bundled") -> tuple[Table, ...]:
-    """The tables of a source, in order. Raises ValueError where it has fewer than two, OSError where it cannot be read."""
+    """The tables of a source, in order. Raises ValueError where it has fewer than two, OSError where one cannot be read."""
     if source == "bundled":
         return _bundled()
     if source == "openml":
@@ -89,7 +89,7 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
         ids = _listed(folder)
     else:
         folder = Path(source)
-        ids = sorted(int(path.stem) for path in (folder / CACHE).glob("*.gz") if path.stem.isdigit())
+        ids = ids_in(folder)
         if not ids:
             raise ValueError(
                 f"load_tables: {folder} has no {CACHE}/ID.gz; pass a data_home of sklearn.datasets.fetch_openml, "
@@ -98,7 +98,7 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
     tables: list[Table] = []
     for data_id in ids:
         try:
-            table = read_openml(data_id, folder)
+            table = read_openml(data_id, folder) if source == "openml" else read_folder(data_id, folder)
         except ValueError as error:  # text columns, sparse data
             log.info("table %d is left out: %s", data_id, error)
             continue
@@ -158,6 +158,15 @@ def read_openml(data_id: int, folder: Path) -> Table:
         y = np.full(len(labels), -1)
     X = np.asarray(bunch.data, dtype=np.float64)[:, numeric]
     return Table(bunch.details["name"], X, y, _n_columns(data_id, folder))
+
+
+def read_folder(data_id: int, folder: Path) -> Table:
+    """`read_openml` of what a folder holds: nothing is downloaded, and the folder is left as it is.
+
+    Raises OSError that names the table and the file where one is missing or damaged.
+    """
+    with whole_copy(data_id, folder) as home:
+        return read_openml(data_id, home)
 
 
 def _n_columns(data_id: int, folder: Path) -> int:
