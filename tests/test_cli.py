@@ -18,6 +18,7 @@ import looped
 import looped.cli.evaluate
 from looped.cli import main
 from looped.train import preset
+from looped.train.trainer import Run
 
 
 @pytest.fixture
@@ -96,7 +97,10 @@ def test_eval_takes_the_folder_of_a_run_and_names_the_bundled_models(model_folde
     for name in ("nosuch", "--twin=nosuch"):
         result = run("eval", name)
         assert result.exit_code == 2
-        assert "'nosuch' is neither a folder or file nor a bundled model (decision_tree, linear_regression, linear_" in result.stderr
+        assert (
+            "'nosuch' is neither a folder or file nor a bundled model (decision_tree, linear_regression, linear_"
+            in result.stderr
+        )
 
 
 def test_eval_draws_what_the_model_was_trained_on(tmp_path):
@@ -326,6 +330,13 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
             "--seeds 42 and --set seed=7 are the same",
         ),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", "lr=fast"], "lr='fast' must be a number"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", ""], "--seeds takes a list such as 1,5,20"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1,1,2"], "--seeds '1,1,2' holds 1 twice"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1:3,2"], "--seeds '1:3,2' holds 2 twice"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "0:99999999999999"], "more than 10,000 integers"),
+        (["train", "--preset", "tiny", "--out", ""], "--out takes the name of a folder, got ''"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", f"n_steps={10**23}"], "must be below 2^31"),
+        (["experiment", "fixed-point", "--preset", "tiny", "--out", "{tmp}/r", "--list", "--seeds", "1,1,2"], "holds 1 twice"),
         (["nothing"], "No such command"),
     ],
 )
@@ -359,6 +370,26 @@ def test_eval_shows_a_model_whose_errors_are_not_finite_or_huge(model_folder, tm
         assert shown in (result.stderr if value != value else result.stdout)
         assert not re.search(r"\d{10}", result.stdout)
         assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (TypeError("rand(): failed to unpack\nException raised from unpack at x.cpp\n#1 ..."), 2, "rand(): failed to unpack"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[9]\n#1"), 1, "not enough memory: Storage size calc"),
+        (RuntimeError("can't allocate memory\n#1"), 1, "not enough memory: can't allocate memory"),
+    ],
+)
+def test_an_error_of_pytorch_is_one_line(error, code, message, tmp_path, monkeypatch):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(Run, "advance", fail)
+    result = run("train", "--preset", "tiny", "--out", tmp_path / "r")
+    assert result.exit_code == code, result.exception
+    lines = [line for line in result.stderr.splitlines() if line.startswith("looped: ")]
+    assert result.stderr.endswith(lines[-1] + "\n")
+    assert lines[-1].startswith(f"looped: {message}")
 
 
 def test_missing_and_damaged_models(tmp_path, model_folder):

@@ -204,7 +204,10 @@ def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
         (dict(seed=1.0), "seed=1.0 must be an integer"),
         (dict(n_prompts=-1), "n_prompts=-1 must be 1 or more"),
         (dict(n_steps=-1), "n_steps=-1 must be 1 or more"),
-        (dict(given={"a": "/no/such"}), "'/no/such' for a is neither a folder nor a bundled model .decision_tree, linear_regression, "),
+        (
+            dict(given={"a": "/no/such"}),
+            "'/no/such' for a is neither a folder nor a bundled model .decision_tree, linear_regression, ",
+        ),
         (dict(given={"a": ""}), "the model '' for a is neither"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from looped.train.recipe import PAPER
 from looped.train.shortfall import shortfall
 from looped.train.trainer import Run, window_errors
 
+LARGE = ("batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "save_every", "keep_every")
 SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
 
 
@@ -82,6 +84,14 @@ def test_configuration_errors():
         (dict(n_steps=0), "at least 1"),
         (dict(seed="4"), "seed='4' must be an integer"),
         (dict(n_steps=True), "n_steps=True must be an integer"),
+        *((dict([(name, 10**20)]), rf"{name}=10{{20}} must be below 2\^31") for name in LARGE),
+        (dict(n_distinct=10**20, dims=2, points=5), r"n_distinct=10{20} must be below 2\^31"),
+        (dict(task="relu_2nn_regression", task_options={"hidden": 10**20}), r"hidden=10{20} must be below 2\^31"),
+        *((dict(lr=lr), r"lr=\S+ must be a number of at least 0, and at most 1e\+30") for lr in (1e40, math.nan, math.inf, -1)),
+        (dict(lr=10**400), r"lr=10{19}\.\.\. \(401 digits\) must be a number"),
+        (dict(rest_weight=1e40), "rest_weight=1e.40 must be a number"),
+        (dict(task_options={"n_dims": 3}), "task_options takes no n_dims"),
+        (dict(task_options={"name": "x"}), "task_options takes no name"),
     ]:
         with pytest.raises(ValueError, match=message):
             tiny(**changes)

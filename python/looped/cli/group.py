@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 ERROR_CODE = 2  # of bad use
+LACK = ("memory", "Storage size calculation overflowed")  # of memory, in PyTorch's RuntimeErrors
 
 
 class _Commands(click.Group):
@@ -23,11 +24,15 @@ class _Commands(click.Group):
         except KeyboardInterrupt as stop:
             click.echo(f"looped: {str(stop) or 'interrupted'}", err=True)
             ctx.exit(130)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             click.echo(f"looped: {error}", err=True)
             ctx.exit(ERROR_CODE)
+        except TypeError as error:  # PyTorch's go on with all signatures there are, or with a stack
+            click.echo(f"looped: {error}".split("\n")[0], err=True)
+            ctx.exit(ERROR_CODE)
         except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "memory" not in str(error):  # PyTorch's lack of it is a RuntimeError
+            lacks = isinstance(error, MemoryError) or any(word in str(error) for word in LACK)
+            if not lacks:
                 raise
             click.echo(f"looped: not enough memory: {str(error) or 'take smaller sizes'}".split("\n")[0], err=True)
             ctx.exit(1)

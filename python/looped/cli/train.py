@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--task", default="linear_regression", show_default=True, help="The family of functions to learn.")
 @click.option("--tied", is_flag=True, help="Train the weight-tied twin: no injection, the state starts at the embedding.")
 @click.option("--unlooped", is_flag=True, help="Train the unlooped twin: 12 layers of their own weights, run once.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option("--out", "folder", required=True, help="The run's folder.")
 @click.option("--resume", is_flag=True, help="Go on from the folder's last checkpoint, if it has one.")
 @click.option("--threads", type=click.IntRange(min=1), help="CPU threads; default PyTorch's. A resumed run needs the same.")
 @click.option("--seeds", help="Train once for each of a list such as 42,43,44, in OUT/seed_42 and so on.")
@@ -34,7 +34,7 @@ def train_command(
     task: str,
     tied: bool,
     unlooped: bool,
-    out: Path,
+    folder: str,
     resume: bool,
     threads: int | None,
     seeds: str | None,
@@ -51,24 +51,26 @@ def train_command(
     """
     from looped.train import preset, train, train_seeds
 
+    if not folder:
+        raise click.UsageError("--out takes the name of a folder, got ''; --out . is the one you are in")
+    out = Path(folder)
     use_threads(threads)
     changes = key_values(fields)
     for name in ("name", "task", "tied", "unlooped", "model"):
         if name in changes:
             raise click.UsageError(f"--set {name} is not a field of the run; use --preset, --task, --tied or --unlooped")
-    if seeds and "seed" in changes:
+    if seeds is not None and "seed" in changes:
         raise click.UsageError(f"--seeds {seeds} and --set seed={changes['seed']} are the same field; give one")
     config = preset(preset_name, task, tied=tied, unlooped=unlooped, **changes)
-    if seeds:
+    if seeds is not None:
         numbers = integers("--seeds", seeds, 0)
         train_seeds(config, out, numbers, resume=resume, device=device)
         folders = [out / f"seed_{number}" for number in numbers]
     else:
         train(config, out, resume=resume, device=device)
-        folders = [out]
-    if seeds and as_json:
+    if seeds is not None and as_json:
         click.echo(json.dumps([str(folder / "model") for folder in folders]))
-    elif seeds:
+    elif seeds is not None:
         click.echo(f"looped: the models are in {', '.join(str(folder / 'model') for folder in folders)}", err=True)
     elif as_json:
         lines = (out / "log.jsonl").read_text().splitlines()

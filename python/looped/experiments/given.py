@@ -92,7 +92,10 @@ def traits_of(config: TrainConfig) -> dict[str, Any]:
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in NO_TRAITS}
     if not (config.rest_weight or config.extra_loops):
         del own["settle_from"]
-    return config.model.to_dict() | {field.name: getattr(task, field.name) for field in dataclasses.fields(task)} | own
+    of_task = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    if of_task.get("digest"):
+        del of_task["source"]  # where the tables lie: their digest says which they are
+    return config.model.to_dict() | of_task | own
 
 
 def apart(wanted: Mapping[str, TrainConfig]) -> dict[str, list[str]]:

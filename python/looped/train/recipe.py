@@ -96,8 +96,8 @@ class TrainConfig:
             value = getattr(self, name)
             if name == "grad_clip" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"TrainConfig: {name}={value!r} must be a number of at least 0")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+                raise ValueError(f"TrainConfig: {name}={_short(value)} must be a number of at least 0, and at most {LARGEST:g}")
             if value == 0 and name in ("lr", "grad_clip"):
                 raise ValueError(f"TrainConfig: {name} must be above 0")
         if not isinstance(self.model, LoopedConfig):
@@ -107,6 +107,13 @@ class TrainConfig:
         for name in COUNTS:
             if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), int):
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
+        numbers = {name: getattr(self, name) for name in (*COUNTS, "n_distinct") if name != "seed"} | self.task_options
+        for name, value in numbers.items():
+            if isinstance(value, int) and abs(value) >= MOST:
+                raise ValueError(f"TrainConfig: {name}={_short(value)} must be below 2^31; take a smaller number")
+        for name in ("name", "n_dims"):
+            if name in self.task_options:
+                raise ValueError(f"TrainConfig: task_options takes no {name}: the run's task and dims say it")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"TrainConfig: seed={self.seed} must lie in 0 .. 2^32 - 1")
         for name, allowed in (("decay", DECAYS), ("precision", PRECISIONS)):
@@ -177,6 +184,8 @@ class TrainConfig:
 RAMPS = ("dims", "points", "loops")
 COUNTS = ("window", "batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "seed", "save_every", "keep_every")
 DECAYS = ("none", "cosine")
+MOST = 2**31  # that no count reaches
+LARGEST = 1e30  # of a rate or a weight: Adam takes ten times as much in float32
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
@@ -185,6 +194,12 @@ def _check_names(values: Mapping[str, Any]) -> None:
     for key in values:
         if key not in known:
             raise ValueError(f"TrainConfig: unknown field {key!r}{suggestion(key, known)}")
+
+
+def _short(value: Any) -> str:
+    """A number in an error: not all of a thousand digits."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
 
 
 def _ramp(name: str, value: Any) -> Ramp:
