@@ -41,6 +41,7 @@ from looped.icl.shifts import make_shift, random_rotation
 from looped.icl.tasks import DecisionTree, LinearRegression, Pairs
 from looped.report.outcomes import cell_text, outcome_tables, plot_outcome
 from looped.train import Ramp, preset, train
+from looped.train.trainer import Run
 
 
 def quick(tmp_path, preset_name="tiny", **options):
@@ -381,17 +382,25 @@ def test_a_run_that_diverges_is_noted_and_left_out(tmp_path, monkeypatch):
 def test_a_run_that_has_diverged_is_not_tried_again(tmp_path, monkeypatch, save_every):
     """Whether it had come to a checkpoint or not."""
     lab = quick(tmp_path, n_steps=0)
-    config = dataclasses.replace(lab.config(), n_steps=30, save_every=save_every, lr=1e6)
+    config = dataclasses.replace(lab.config(), n_steps=30, save_every=save_every)
+    advance = Run.advance
+
+    def destroyed_after_five(run):
+        if run.step == 5:
+            torch.nn.init.constant_(run.model.read_out.weight, math.nan)
+        return advance(run)
+
+    monkeypatch.setattr(Run, "advance", destroyed_after_five)
     assert lab.models("m", config) == []
     (note,) = lab.notes
-    assert ("last checkpoint: step" if save_every == 1 else "there is no checkpoint yet") in note
+    assert ("last checkpoint: step 5" if save_every == 1 else "there is no checkpoint yet") in note
     assert [place for _, _, place in lab.inventory([("m", config)])] == ["diverged"]
     monkeypatch.setattr(lab_module, "train", must_not_train)
     again = quick(tmp_path, n_steps=0)
     assert again.models("m", config) == []
     assert again.notes[0].split(" (")[0] == note.split(" (")[0]
     with pytest.raises(AssertionError, match="trained again"):
-        again.models("m", dataclasses.replace(config, lr=1e-3))
+        again.models("m", dataclasses.replace(config, lr=1e-4))
 
 
 def test_unknown_presets_and_experiments_are_named(tmp_path):

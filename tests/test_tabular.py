@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import shlex
 import urllib.request
@@ -485,6 +486,20 @@ def test_most_tables_are_of_all_tables(better, n_tables, measured, holds):
     found = {str(i): {"looped": accuracy(0.6), "unlooped": accuracy(0.5 if one else 0.7)} for i, one in enumerate(better)}
     claim = experiment._claim(found | {"alone": {"looped": accuracy(0.9)}}, n_tables)
     assert (claim.measured, claim.holds) == (measured, holds)
+
+
+def test_no_verdict_rests_on_classes_that_are_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr(tabular, "_bundled", lambda: _easy())
+    load_tables.cache_clear()
+    model = copies_the_last_label(Lab("tiny", tmp_path).config("tabular").model)
+    with torch.no_grad():
+        model.read_out.bias.fill_(math.nan)
+    looped.save_model(model, tmp_path / "nan")
+    given = {f"tabular_bundled_without_{name}": str(tmp_path / "nan") for name in "ab"}
+    outcome = run_experiment("tabular", Lab("tiny", tmp_path, given=given, n_steps=4, n_prompts=20, progress=False))
+    load_tables.cache_clear()
+    assert [(claim.measured, claim.holds) for claim in outcome.claims] == [("- (0 of 2 tables measured)", None)]
+    assert any(note.startswith("looped: not finite for 20 of 20 prompts") for note in outcome.notes)
 
 
 def test_each_table_has_its_own_number_of_prompts(tmp_path, monkeypatch):
