@@ -331,12 +331,15 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         ),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", "lr=fast"], "lr='fast' must be a number"),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", ""], "--seeds takes a list such as 1,5,20"),
-        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1,1,2"], "--seeds '1,1,2' holds 1 twice"),
-        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1:3,2"], "--seeds '1:3,2' holds 2 twice"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1,1,2"], "seeds of their own, got [1, 1, 2]"),
+        (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "1:3,2"], "seeds of their own, got [1, 2, 2, 3]"),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "0:99999999999999"], "more than 10,000 integers"),
         (["train", "--preset", "tiny", "--out", ""], "--out takes the name of a folder, got ''"),
         (["train", "--preset", "tiny", "--out", "{tmp}/r", "--set", f"n_steps={10**23}"], "must be below 2^31"),
-        (["experiment", "fixed-point", "--preset", "tiny", "--out", "{tmp}/r", "--list", "--seeds", "1,1,2"], "holds 1 twice"),
+        (
+            ["experiment", "fixed-point", "--preset", "tiny", "--out", "{tmp}/r", "--list", "--seeds", "1,1,2"],
+            "seeds=[1, 1, 2] must be one or more, each once",
+        ),
         (["nothing"], "No such command"),
     ],
 )

@@ -729,8 +729,8 @@ def test_without_any_model_nothing_takes_a_measurements_place(tmp_path, monkeypa
     for name in ("fixed-point", "shift"):
         result = invoke("experiment", name, *options)
         assert result.exit_code == 2
-        assert f"{name} has no model to measure, and nothing was written; give models with --models or leave" in result.stderr
-        assert "linear_regression is left out" in result.stderr
+        assert f"{name} has no model to measure, and no result was written; give models with --models or leave" in result.stderr
+        assert f"(--list shows what {name} asks for)" in result.stderr
         assert result.stdout == ""
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 

@@ -252,6 +252,11 @@ DAMAGED_FILES = [
     (f"{CACHE}/12.gz", lambda content: gzip.compress(b"{}"), "it is no JSON with 'data_set_description'"),
     (f"{CACHE}/12.gz", lambda content: gzip.compress(b"<html>"), "it is no JSON with 'data_set_description'"),
     (f"{CACHE}/12.gz", lambda content: gzip.compress(b'{"data_set_description": []}'), "is list, not an object"),
+    (
+        f"{CACHE}/12.gz",
+        lambda content: gzip.compress(b'{"data_set_description": {"url": "https://x/../../../escaped"}}'),
+        "its url or file_id leads out of the folder",
+    ),
 ]
 
 

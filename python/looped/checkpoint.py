@@ -172,7 +172,7 @@ def load_training_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     who, path = "load_training_state", Path(path)
     _check_is_file(who, path)
-    if (damaged := _damaged_part(path.read_bytes())) is not None:
+    if (damaged := _damaged_part(path)) is not None:
         raise ValueError(
             f"{who}: {path} is truncated, corrupt or not written by torch.save ({damaged} is not what was written); "
             f"{REMEDY_OF_STATE}"
@@ -180,10 +180,10 @@ def load_training_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _read_pickle(who, path, REMEDY_OF_STATE)
 
 
-def _damaged_part(content: bytes) -> str | None:
+def _damaged_part(path: Path) -> str | None:
     """The first part of a zip file that is not as its checksum says; None where all are, and for another kind of file."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as file:
+        with zipfile.ZipFile(path) as file:
             return file.testzip()
     except zipfile.BadZipFile:  # cut, or of torch.save's old format: for the reader to tell
         return None

@@ -140,10 +140,10 @@ def bench_command(
     if rule == "exact" and anderson:
         raise click.UsageError("--exit exact is for programs, which are never accelerated; leave out --anderson")
     sweep = Sweep(
-        loops=integers("--loops", loops, 0),
-        batch_sizes=integers("--batch", batch_sizes, 1),
+        loops=sorted(set(integers("--loops", loops, 0))),
+        batch_sizes=sorted(set(integers("--batch", batch_sizes, 1))),
         backends=chosen_backends,
-        threads=_up_to_the_cores(integers("--threads", threads, 1) if threads else [torch.get_num_threads()]),
+        threads=_up_to_the_cores(sorted(set(integers("--threads", threads, 1))) if threads else [torch.get_num_threads()]),
         exits=exits,
         on_stall=on_stall or "exit",
         accelerate=Anderson(anderson) if anderson else None,

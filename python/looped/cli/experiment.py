@@ -103,12 +103,18 @@ def experiment_command(
     place = next(place for place in (out, *out.absolute().parents) if place.exists())
     if not place.is_dir():
         raise click.UsageError(f"--out {out} takes a folder, and {place} is a file; give another place")
+    how = "give models with --models" + ("" if may_train else " or leave --no-train away")
+    nothing = click.UsageError(
+        f"{name} has no model to measure, and no result was written; {how} (--list shows what {name} asks for)"
+    )
+    places = [place for *_, place in lab.inventory(models_of(name, lab).items())]
+    if not may_train and not set(places) - {None, "diverged"}:
+        raise nothing
     outcome = run_experiment(name, lab)
     if not outcome.is_measured:
         for note in outcome.notes:
             click.echo(f"looped: {note}", err=True)
-        how = "give models with --models or leave --no-train away" if not may_train else "give models with --models"
-        raise click.UsageError(f"{name} has no model to measure, and nothing was written; {how}")
+        raise nothing
     try:  # whatever becomes of one of them, a full disk or a closed pipe must not lose the result of the other
         _show(outcome, as_json)
     finally:

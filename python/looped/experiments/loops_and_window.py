@@ -164,7 +164,7 @@ def _claims(name: str, grid: Grid, found: dict[tuple[int, int], list[float]]) ->
         if small == large:
             continue
         lost = [f"b={b}" for b in (small, large) if (b, window) not in found]
-        measured, rises, sooner = [f"no model of {' and '.join(lost)}"] * 2, None, None
+        measured, rises, sooner = [f"no finite model of {' and '.join(lost)}"] * 2, None, None
         if not lost:
             few, many = ratio(small, window), ratio(large, window)
             first, last = settled_at(found[small, window], found[large, window])
@@ -194,7 +194,7 @@ def _claims(name: str, grid: Grid, found: dict[tuple[int, int], list[float]]) ->
 def _saturation(title: str, window: int, found: Mapping[tuple[int, int], list[float]]) -> Claim:
     fewer, more = SATURATED
     lost = [f"b={b}" for b in SATURATED if (b, window) not in found]
-    measured, holds = f"no model of {' and '.join(lost)}", None
+    measured, holds = f"no finite model of {' and '.join(lost)}", None
     if not lost:
         first, last = settled_at(found[fewer, window], found[more, window])
         measured, holds = f"loop {first} at b={fewer}, {last} at b={more}", max(first, last) <= ALIKE * min(first, last)
@@ -213,7 +213,7 @@ def _beside_unlooped(lab: Lab, unlooped: Run, found: Mapping[tuple[int, int], li
         prompts = lab.watched(name, fresh(task, lab.n_prompts, config.points.end, lab.seed))
         curve = measure(prompts, ways)[name].curve
         rows.append([TASK, f"{depth} unlooped layers", None, curve.mean[-1], *[None] * 5])
-        errors = curve.mean if curve.least_finite is None else []
+        errors = curve.mean if curve.is_finite else []
     windows = [window for window in GRIDS[lab.preset][TASK].windows if window <= depth]
     ratios = {w: found[depth, w][depth - 1] / errors[-1] for w in windows if errors and (depth, w) in found}
     measured = ", ".join(f"{ratio:.2f} x at T={window}" for window, ratio in ratios.items()) or "-"
@@ -231,7 +231,7 @@ def _across_tasks(grids: Mapping[str, Grid], found: Mapping[str, Mapping[tuple[i
         return []
     titles = {name: name.replace("_", " ") for name in both}
     lost = [titles[name] for name in both if (b, window) not in found[name]]
-    measured, holds = f"no model of {' and '.join(lost)}", None
+    measured, holds = f"no finite model of {' and '.join(lost)}", None
     if not lost:
         ratios = {name: found[name][b, window][-1] / found[name][b, window][b - 1] for name in both}
         measured = f"{REACH} b / b: " + ", ".join(f"{ratio:.2f} x {titles[name]}" for name, ratio in ratios.items())

@@ -85,7 +85,7 @@ def on_shared(some: Sequence[Measured]) -> tuple[int, list[list[float]]]:
 
 def sound(found: Mapping[Name, Measured]) -> dict[Name, Measured]:
     """What claims may rest on: without the models that have a prediction that is not finite, as if these were not there."""
-    return {name: one for name, one in found.items() if one.curve.least_finite is None}
+    return {name: one for name, one in found.items() if one.curve.is_finite}
 
 
 def least(errors: Iterable[float]) -> float:

@@ -67,7 +67,8 @@ def lines_not_finite(panels: Sequence[Panel]) -> list[str]:
     found: dict[str, list[tuple[int, str]]] = {}
     for panel in panels:
         for line in panel.lines:
-            if (at := line.curve.least_finite) is not None:
+            if not line.curve.is_finite:
+                at = line.curve.least_finite
                 n_lost, where = line.curve.n_not_finite[at], f"{line.xs[at]:g} {panel.x} ({panel.title})"
                 found.setdefault(line.label, []).append((n_lost, f"{n_lost} of {line.prompts_at[at]} prompts at {where}"))
     remarks = []

@@ -135,7 +135,7 @@ def _claims(found: dict[str, dict[str, Measured]], lab: Lab) -> list[Claim]:
 
     def claim(figure: str, text: str, models: Sequence[str], judge: Callable[[], tuple[str, bool]]) -> None:
         lost = [name for name in models if name not in found["standard"]]
-        measured, holds = judge() if not lost else (f"no model of {', '.join(lost)}", None)
+        measured, holds = judge() if not lost else (f"no finite model of {', '.join(lost)}", None)
         claims.append(Claim(figure, text, measured, holds))
 
     def as_the_best(shift: str) -> tuple[str, bool]:

@@ -34,10 +34,14 @@ class Curve:
         object.__setattr__(self, "n_not_finite", self.n_not_finite or [0] * len(self.mean))
 
     @property
-    def least_finite(self) -> int | None:
-        """The place with the most predictions that are not finite; None where all are finite."""
-        places = range(len(self.n_not_finite))
-        return max(places, key=self.n_not_finite.__getitem__) if any(self.n_not_finite) else None
+    def is_finite(self) -> bool:
+        """Whether all predictions are."""
+        return not any(self.n_not_finite)
+
+    @property
+    def least_finite(self) -> int:
+        """The place with the most predictions that are not finite."""
+        return max(range(len(self.n_not_finite)), key=self.n_not_finite.__getitem__)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, None for NaN."""

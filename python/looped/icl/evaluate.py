@@ -98,9 +98,16 @@ class Evaluation:
         remarks = []
         for name, score in self.scores.items():
             curve = score.error_by_examples
-            if (at := curve.least_finite) is not None:
+            if not curve.is_finite:
+                at = curve.least_finite
                 n_lost = f"{curve.n_not_finite[at]} of {curve.n_prompts}"
                 remarks.append(f"{name}: not finite for {n_lost} prompts with {at} examples; its means are of the others")
+            by_loops = score.looped["error_by_loops"] if score.looped else {"n_not_finite": []}
+            if curve.is_finite and any(by_loops["n_not_finite"]):  # the exit came before
+                n_lost = f"{max(by_loops['n_not_finite'])} of {by_loops['n_prompts']}"
+                remarks.append(
+                    f"{name}: without the exit not finite for {n_lost} prompts; its means by loops are of the others"
+                )
         return remarks
 
     def to_csv(self) -> str:

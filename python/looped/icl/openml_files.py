@@ -47,6 +47,8 @@ def whole_copy(data_id: int, folder: Path) -> Iterator[Path]:
         by_url, by_id = (
             ROOT / f"{path}.gz" for path in (url, f"data/v1/download/{told.get('file_id')}")
         )  # new and old versions
+        if ".." in (*by_url.parts, *by_id.parts):
+            raise _damaged(data_id, folder / description, "its url or file_id leads out of the folder")
         data = by_url if (folder / by_url).is_file() or not (folder / by_id).is_file() else by_id
         if (found := hashlib.md5(_read(data_id, folder / data)).hexdigest()) != told.get("md5_checksum"):
             raise _damaged(data_id, folder / data, f"its MD5 is {found}, not {told.get('md5_checksum')}")

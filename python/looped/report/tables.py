@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.markup import escape
@@ -45,7 +46,7 @@ def _loops_table(name: str, looped: dict[str, Any], error: float) -> Table:
     table.add_row("ended as", ", ".join(f"{status} {count}" for status, count in looped["statuses"].items()))
     n, last = len(by_loops), by_loops[-1]
     change = ""
-    if last and rule["n_loops"] == n:
+    if last and rule["n_loops"] == n and math.isfinite(error):
         share = round(error / last - 1, 3) + 0.0
         change = f" ({f'{share:+.1%}' if share < 1e3 else f'{_ratio(share + 1)} x'} against all {n} loops)"
     table.add_row("last error, with the exit", _number(error) + change)

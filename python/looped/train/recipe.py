@@ -109,7 +109,7 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} must be an integer")
         numbers = {name: getattr(self, name) for name in (*COUNTS, "n_distinct") if name != "seed"} | self.task_options
         for name, value in numbers.items():
-            if isinstance(value, int) and abs(value) >= MOST:
+            if isinstance(value, int) and abs(value) >= COUNT_LIMIT:
                 raise ValueError(f"TrainConfig: {name}={_short(value)} must be below 2^31; take a smaller number")
         for name in ("name", "n_dims"):
             if name in self.task_options:
@@ -184,7 +184,7 @@ class TrainConfig:
 RAMPS = ("dims", "points", "loops")
 COUNTS = ("window", "batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "seed", "save_every", "keep_every")
 DECAYS = ("none", "cosine")
-MOST = 2**31  # that no count reaches
+COUNT_LIMIT = 2**31  # that no count reaches
 LARGEST = 1e30  # of a rate or a weight: Adam takes ten times as much in float32
 PRECISIONS = ("fp32", "tf32", "bf16")
 
@@ -199,7 +199,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
 def _short(value: Any) -> str:
     """A number in an error: not all of a thousand digits."""
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} characters)"
 
 
 def _ramp(name: str, value: Any) -> Ramp:

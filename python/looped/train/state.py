@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ def check_state(
         _check_tensor(f"its {name}", state["model"][name], weight)
     _check_optimizer(state["optimizer"], optimizer, step)
     _check_tensor("its prompt_rng", prompt_rng, rng.get_state())
+    try:
+        torch.Generator().set_state(prompt_rng)
+    except RuntimeError as error:
+        raise ValueError(f"its prompt_rng is none ({str(error).splitlines()[0]})") from error
 
 
 def check_fields(state: Mapping[str, Any]) -> None:
@@ -44,20 +48,25 @@ def check_fields(state: Mapping[str, Any]) -> None:
 
 def _check_optimizer(found: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int) -> None:
     groups, moments = found.get("param_groups"), found.get("state")
-    expected = [group["params"] for group in optimizer.state_dict()["param_groups"]]
-    needed = {"params", "betas", "eps", "weight_decay"}
-    if not isinstance(groups, list) or not all(isinstance(group, Mapping) and needed <= group.keys() for group in groups):
-        raise ValueError("its optimizer has no groups of parameters, or some without their numbers")
-    if [group["params"] for group in groups] != expected:
-        raise ValueError("its optimizer is of other parameters")
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError("its optimizer has no groups of parameters")
+    wanted = ("params", "betas", "eps", "weight_decay")  # the learning rate is that of the step
+    if _named(groups, wanted) != _named(optimizer.state_dict()["param_groups"], wanted):
+        raise ValueError("its optimizer is of other parameters or numbers")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not isinstance(moments, Mapping) or not moments.keys() <= set(range(len(parameters))) or (step and not moments):
-        raise ValueError("its optimizer holds no moments, or those of other parameters")
+    if not isinstance(moments, Mapping) or set(moments) != (set(range(len(parameters))) if step else set()):
+        raise ValueError("its optimizer does not hold the moments of every parameter")
     for i, one in moments.items():
+        if not isinstance(one, Mapping):
+            raise ValueError(f"its optimizer's moments of parameter {i} are {type(one).__name__} and must be a mapping")
         for name in ("exp_avg", "exp_avg_sq"):
-            _check_tensor(f"its optimizer's {name} of parameter {i}", dict(one).get(name), parameters[i])
+            _check_tensor(f"its optimizer's {name} of parameter {i}", one.get(name), parameters[i])
         if not isinstance(one.get("step"), Tensor) or one["step"].numel() != 1:
             raise ValueError(f"its optimizer's step of parameter {i} is {one.get('step')!r} and must be one number")
+
+
+def _named(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Any]]:
+    return [[group.get(name) for name in names] for group in groups]
 
 
 def _check_tensor(what: str, found: Any, expected: Tensor) -> None:

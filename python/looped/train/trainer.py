@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from looped.checkpoint import REMEDY_OF_STATE, load_training_state, save_model, write_atomically, write_training_state
@@ -39,6 +38,7 @@ from looped.train.state import check_fields, check_state
 log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
+JUDGED = 64  # prompts, at least, that weights are judged on before they are written
 CPU = torch.device("cpu")
 
 
@@ -91,7 +91,7 @@ class Run:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `to_dict` gave. Raises ValueError, before any of it is taken, for what does not fit the run."""
         check_state(state, n_steps=self.config.n_steps, model=self.model, optimizer=self.optimizer, rng=self.prompt_rng)
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds = int(state["step"]), state["seconds"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.prompt_rng.set_state(state["prompt_rng"])
@@ -110,7 +110,11 @@ class Run:
         settles = step >= config.settle_from
         if settles and config.extra_loops:
             n_loops += int(torch.randint(config.extra_loops + 1, (), generator=self.prompt_rng))
-        xs, ys = self.prompts(step, self.prompt_rng)
+        if self.pool is None:
+            pairs = self.task.sample(config.batch_size, n_points, generator=self.prompt_rng, n_live=n_live)
+        else:
+            pairs = self.pool.sample(config.batch_size, generator=self.prompt_rng)
+        xs, ys = (part.to(self.device) for part in pairs)
         with matrix_products(config.precision):
             errors, change = window_errors(
                 self.model, xs, ys, n_loops=n_loops, window=config.window, precision=config.precision
@@ -141,26 +145,19 @@ class Run:
         self.step += 1
         return numbers
 
-    def prompts(self, step: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A batch of a step's curriculum: xs [B, n, d] and ys [B, n] on the run's device."""
-        config = self.config
-        if self.pool is None:
-            n_live, n_points = config.dims.at(step), config.points.at(step)
-            pairs = self.task.sample(config.batch_size, n_points, generator=generator, n_live=n_live)
-        else:
-            pairs = self.pool.sample(config.batch_size, generator=generator)
-        return pairs.xs.to(self.device), pairs.ys.to(self.device)
-
     def is_sound(self) -> bool:
-        """Whether neither the last step's loss nor the error of the weights it led to, on a batch of their own, has exploded.
+        """Whether neither the last step's loss nor the error of the weights it led to, on prompts of their own, has exploded.
 
-        Draws no prompt of the run's and leaves it as it is.
+        The prompts are fresh functions of the last step's curriculum; the run draws nothing and is left as it is.
         """
         if self.n_exploded:
             return False
-        step = min(self.step, self.config.n_steps - 1)
-        xs, ys = self.prompts(step, torch.Generator().manual_seed(self.config.seed ^ 0x50FD))
-        return divergence.is_sound(self.config, self.model, xs, ys, n_loops=self.config.loops.at(step))
+        config, step = self.config, max(0, self.step - 1)
+        n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
+        rng = torch.Generator().manual_seed(config.seed ^ 0x50FD)
+        pairs = self.task.sample(max(config.batch_size, JUDGED), n_points, generator=rng, n_live=n_live)
+        xs, ys = (part.to(self.device) for part in pairs)
+        return divergence.is_sound(config, self.model, xs, ys, n_loops=n_loops)
 
 
 def _optimizer(config: TrainConfig, model: LoopedTransformer) -> torch.optim.Optimizer:
@@ -307,9 +304,8 @@ def _load_into(run: Run, folder: Path, resume: bool) -> None:
         different = differences(run.config, state["config"])
         if not different:
             run.load(state)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: of a generator that PyTorch does not take
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"train: {path} is no checkpoint of a run: {reason}; {REMEDY_OF_STATE}") from error
+    except ValueError as error:
+        raise ValueError(f"train: {path} is no checkpoint of a run: {error}; {REMEDY_OF_STATE}") from error
     if different:
         raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
 
