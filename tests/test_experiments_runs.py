@@ -168,6 +168,17 @@ def test_fixed_point_claims():
     assert not fixed_point._claims(same, loops, examples, 2, 1)[2].holds, "as many parameters"
 
 
+def test_models_that_overflow_past_the_trained_loops_drift_off():
+    late, early = RunningCurve(), RunningCurve()
+    late.add(torch.tensor([[1.0, 0.5, math.inf], [1.0, 0.5, 0.5]]))
+    early.add(torch.tensor([[1.0, math.inf, math.inf], [1.0, 0.5, 0.5]]))
+    for curve, holds, measured in ((late, [False, True], "not finite past the trained loops"), (early, [None, None], "-")):
+        found = {kind: Measured(curve.curve(), [], 0.0) for kind in ("looped", "tied")}
+        claims = fixed_point._claims({}, found, {}, 2, 1)[:2]
+        assert [claim.holds for claim in claims] == holds
+        assert {claim.measured for claim in claims} == {measured}
+
+
 # Models whose predictions are not finite
 
 

@@ -238,6 +238,18 @@ def test_a_folder_of_scikit_learns_cache_is_read_without_a_network(cache):
         read_openml(99, cache)
 
 
+def test_a_table_of_ones_own_that_cannot_be_used_is_missed_aloud(cache, caplog):
+    for data_id, name in ((7, "good"), (12, "wide"), (13, "aimless")):
+        write_cached(cache, data_id, name, 1000)
+    features = cache / "openml/openml.org/api/v1/json/data/features/13.gz"
+    told = json.loads(gzip.decompress(features.read_bytes()))
+    for feature in told["data_features"]["feature"]:
+        feature["is_target"] = "false"
+    _gzip(features, json.dumps(told).encode())
+    assert [table.name for table in load_tables(str(cache))] == ["good", "wide"]
+    assert [r.levelname for r in caplog.records if "table 13 is left out" in r.getMessage()] == ["WARNING"]
+
+
 DATA = "openml/openml.org/data/v1/download/12/wide.arff.gz"
 DAMAGED_FILES = [
     (DATA, lambda content: content[:-200], "cannot be read .Compressed file ended"),
@@ -607,6 +619,9 @@ def test_tables_of_like_names_have_models_of_their_own(cache):
     assert len(models_of("tabular", lab)) == 2 * len(names)
     assert experiment.name_without("bundled", "breast_cancer", unlooped=False) == "tabular_bundled_without_breast_cancer"
     assert experiment.name_without("x", "a b/c=d", unlooped=True) == "tabular_openml_without_a%20b%2Fc%3Dd_unlooped"
+    both = (False, True)
+    names = {experiment.name_without("x", one, unlooped=kind) for one in ("a", "a_unlooped", "a%5Funlooped") for kind in both}
+    assert len(names) == 6
 
 
 def test_training_says_how_its_model_is_scored(cache):

@@ -41,10 +41,12 @@ def runs(lab: Lab) -> dict[tuple[str, str], Run]:
 def name_without(source: str, table: str, *, unlooped: bool) -> str:
     """The name of the model of a source's tables but one: of the bundled ones, or of any that come from openml.org.
 
-    Other characters of a table's name than letters, digits and ``_.-~`` are written as in a URL, so that no two tables are one.
+    Other characters of a table's name than letters, digits and ``_.-~`` are written as in a URL, and so is what would read as
+    the kind of a model, so that no two models are one.
     """
     kind = "bundled" if source == "bundled" else "openml"
-    return f"tabular_{kind}_without_{quote(table, safe='')}" + ("_unlooped" if unlooped else "")
+    of_table = quote(table, safe="").replace("_unlooped", "%5Funlooped")
+    return f"tabular_{kind}_without_{of_table}" + ("_unlooped" if unlooped else "")
 
 
 def run(lab: Lab) -> Outcome:

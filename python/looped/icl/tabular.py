@@ -100,7 +100,8 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
         try:
             table = read_openml(data_id, folder) if source == "openml" else read_folder(data_id, folder)
         except ValueError as error:  # text columns, sparse data
-            log.info("table %d is left out: %s", data_id, error)
+            # openml.org has many such tables; of one's own few, each is missed
+            log.log(logging.INFO if source == "openml" else logging.WARNING, "table %d is left out: %s", data_id, error)
             continue
         if why := why_left_out(table, [known.name for known in tables]):
             log.info("table %d (%s) is left out: %s", data_id, table.name, why)
