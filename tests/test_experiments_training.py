@@ -1,5 +1,6 @@
 """Training that experiments stand on: published schedules and sizes, the loops before the window, and every option of a run."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -266,6 +267,7 @@ def test_a_fixed_set_of_prompts_is_all_that_is_seen(monkeypatch):
         (dict(precision="fp16"), "precision='fp16' is not one of fp32, tf32, bf16"),
         (dict(weight_decay=-1.0), "weight_decay=-1.0 must be a number of at least 0"),
         (dict(weight_decay="no"), "weight_decay='no'"),
+        (dict(optimizer="sgd"), "optimizer='sgd' is not one of adam, muon"),
     ],
 )
 def test_wrong_options_are_named(changes, message):
@@ -287,13 +289,15 @@ def stop_at(monkeypatch, step):
     monkeypatch.setattr(Run, "advance", advance_or_stop)
 
 
-def test_a_run_with_every_option_resumes_bit_for_bit(tmp_path, monkeypatch):
-    whole = train(tiny(**EVERYTHING), tmp_path / "whole", progress=False)
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_run_with_every_option_resumes_bit_for_bit(tmp_path, monkeypatch, optimizer):
+    config = tiny(**EVERYTHING, optimizer=optimizer)
+    whole = train(config, tmp_path / "whole", progress=False)
     with monkeypatch.context() as patch:
         stop_at(patch, 7)
         with pytest.raises(RuntimeError):
-            train(tiny(**EVERYTHING), tmp_path / "cut", progress=False)
-    resumed = train(tiny(**EVERYTHING), tmp_path / "cut", resume=True, progress=False)
+            train(config, tmp_path / "cut", progress=False)
+    resumed = train(config, tmp_path / "cut", resume=True, progress=False)
     assert torch.equal(weights(resumed), weights(whole))
     lines = [json.loads(line) for line in (tmp_path / "cut" / "provenance.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 5]
@@ -308,12 +312,84 @@ def test_a_checkpoint_from_before_an_option_existed_resumes(tmp_path, monkeypatc
         with pytest.raises(RuntimeError):
             train(tiny(), tmp_path, progress=False)
     state = checkpoint.load_training_state(tmp_path / "state.pt")
-    for name in ("weight_decay", "precision", "n_distinct"):
+    for name in ("optimizer", "weight_decay", "precision", "n_distinct"):
         del state["config"][name]
     checkpoint.write_training_state(tmp_path / "state.pt", state)
     with pytest.raises(ValueError, match="has another weight_decay"):
         train(tiny(weight_decay=0.1), tmp_path, resume=True, progress=False)
     train(tiny(), tmp_path, resume=True, progress=False)
+
+
+# Muon
+
+
+def test_muon_orthogonalises_the_steps_of_the_blocks_matrices_and_leaves_the_others_to_adam():
+    torch.manual_seed(0)
+    gradients = {name: torch.randn_like(weight) for name, weight in Run.start(tiny()).model.named_parameters()}
+    moved = {}
+    for kind in ("adam", "muon"):
+        run = Run.start(tiny(optimizer=kind, lr=1e-3))
+        before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+        for name, weight in run.model.named_parameters():
+            weight.grad = gradients[name].clone()
+        for optimizer in run.optimizers.values():
+            optimizer.step()
+        moved[kind] = {name: weight.detach() - before[name] for name, weight in run.model.named_parameters()}
+    inside = {name for name, gradient in gradients.items() if gradient.dim() == 2 and name.startswith("core.")}
+    assert len(inside) == 4
+    for name, gradient in gradients.items():
+        if name in inside:  # torch iterates in bfloat16
+            expected = -1e-3 * 0.2 * max(gradient.shape) ** 0.5 * nearly_orthogonal(gradient)
+            assert (moved["muon"][name] - expected).norm() < 0.03 * expected.norm()
+        else:
+            assert torch.equal(moved["muon"][name], moved["adam"][name])
+
+
+def nearly_orthogonal(gradient):
+    """Five steps of Newton and Schulz's iteration, with the coefficients of Jordan et al. (2024)."""
+    X = gradient.double() / gradient.double().norm()
+    for _ in range(5):
+        A = X @ X.T
+        X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
+    return X
+
+
+def test_muon_decays_what_adam_does():
+    plain, decayed = Run.start(tiny(optimizer="muon")), Run.start(tiny(optimizer="muon", weight_decay=0.5))
+    before = {name: weight.detach().clone() for name, weight in plain.model.named_parameters()}
+    for run in (plain, decayed):
+        run.advance()
+    both = zip(plain.model.named_parameters(), decayed.model.parameters(), strict=True)
+    for (name, without), with_decay in both:
+        shrunk = without - plain.config.lr * 0.5 * before[name] if without.dim() >= 2 else without
+        torch.testing.assert_close(with_decay, shrunk, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 7)
+        with pytest.raises(RuntimeError):
+            train(tiny(optimizer="muon"), tmp_path, progress=False)
+    with pytest.raises(ValueError, match=r"has another optimizer \(muon, not adam\)"):
+        train(tiny(), tmp_path, resume=True, progress=False)
+    whole = checkpoint.load_training_state(tmp_path / "state.pt")
+    for damage, reason in (
+        (lambda state: state["optimizer"].pop("adam"), "its optimizer has no adam"),
+        (lambda state: state.update(optimizer=state["optimizer"]["adam"]), "its optimizer has no muon"),
+        (lambda state: state["optimizer"]["muon"]["param_groups"][0].update(momentum=0.5), "of other parameters or numbers"),
+        (lambda state: state["optimizer"]["muon"]["state"][0].pop("momentum_buffer"), "momentum_buffer of parameter 0"),
+    ):
+        state = copy.deepcopy(whole)
+        damage(state)
+        checkpoint.write_training_state(tmp_path / "state.pt", state)
+        with pytest.raises(ValueError, match=reason):
+            train(tiny(optimizer="muon"), tmp_path, resume=True, progress=False)
+
+
+def test_a_torch_without_muon_says_so(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"optimizer='muon' needs torch 2\.9 or newer"):
+        train(tiny(optimizer="muon"), tmp_path, progress=False)
 
 
 def test_seeds_are_runs_of_their_own(tmp_path):

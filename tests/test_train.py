@@ -63,14 +63,15 @@ def test_curricula_grow_as_published():
 
 
 def test_learning_rate_warms_up_and_decays():
-    config = tiny(n_steps=110, warmup_steps=10, decay="cosine", lr=1.0)
+    config = tiny(n_steps=110, warmup_steps=10, decay="cosine", lr=1.0, optimizer="muon")
     assert [config.lr_at(s) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert config.lr_at(10) == pytest.approx(1.0)
     assert config.lr_at(60) == pytest.approx(0.5)
     assert config.lr_at(109) < 1e-3
     run = Run.start(config)
     for step in range(12):
-        assert run.advance()["lr"] == run.optimizer.param_groups[0]["lr"] == config.lr_at(step)
+        assert run.advance()["lr"] == config.lr_at(step)
+        assert {g["lr"] for optimizer in run.optimizers.values() for g in optimizer.param_groups} == {config.lr_at(step)}
 
 
 def test_configuration_errors():

@@ -10,7 +10,7 @@ from typing import Any
 from looped.train.recipe import TrainConfig
 
 SAVING = ("save_every", "keep_every")  # how often a run is saved, and nothing of what it computes
-NEWER_FIELDS = ("weight_decay", "precision", "n_distinct")  # that descriptions of older runs do not name
+NEWER_FIELDS = ("optimizer", "weight_decay", "precision", "n_distinct")  # that descriptions of older runs do not name
 DEFAULTS = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
 
 

@@ -47,8 +47,10 @@ class TrainConfig:
     Equilibrium Models by Jacobian Regularization": `rest_weight` times the mean over prompts of the squared relative change
     in the last loop, with 0 to `extra_loops` more loops (a new random number each step). The published recipe has neither.
 
-    lr is reached after `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the
-    gradient's norm; None leaves it. weight_decay: decoupled (AdamW, Loshchilov and Hutter, 2019), on the matrices alone.
+    optimizer: ``"adam"``, as published, or ``"muon"``, which orthogonalises the steps of the blocks' matrices (Jordan et al.,
+    2024, with the step sizes of Liu et al., 2025; torch 2.9 or newer) and leaves the other weights to Adam. lr is reached after
+    `warmup_steps` linear steps; `decay="cosine"` then takes it to 0 at n_steps. grad_clip bounds the gradient's norm; None
+    leaves it. weight_decay: decoupled (AdamW, Loshchilov and Hutter, 2019), on the matrices alone.
     precision: ``"fp32"``; ``"tf32"``, float32 with TF32 products on a GPU, as the authors train, and ``"fp32"`` on a CPU; or
     ``"bf16"``, autocast with the state, the loss and the weights in float32. The paper names clipping, decay and mixed
     precision for large windows.
@@ -73,6 +75,7 @@ class TrainConfig:
     loops: Ramp
     batch_size: int = 64
     n_steps: int = 500_000
+    optimizer: str = "adam"
     lr: float = 1e-4
     warmup_steps: int = 0
     decay: str = "none"
@@ -116,7 +119,7 @@ class TrainConfig:
                 raise ValueError(f"TrainConfig: task_options takes no {name}: the run's task and dims say it")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"TrainConfig: seed={self.seed} must lie in 0 .. 2^32 - 1")
-        for name, allowed in (("decay", DECAYS), ("precision", PRECISIONS)):
+        for name, allowed in (("decay", DECAYS), ("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)!r} is not one of {', '.join(allowed)}")
         if self.n_distinct is not None:
@@ -184,6 +187,7 @@ class TrainConfig:
 RAMPS = ("dims", "points", "loops")
 COUNTS = ("window", "batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "seed", "save_every", "keep_every")
 DECAYS = ("none", "cosine")
+OPTIMIZERS = ("adam", "muon")
 COUNT_LIMIT = 2**31  # that no count reaches
 LARGEST = 1e30  # of a rate or a weight: Adam takes ten times as much in float32
 PRECISIONS = ("fp32", "tf32", "bf16")

@@ -8,15 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from looped.integers import integer_of
 from looped.layouts import check_keys
+from looped.train.optimizers import by_name
 
 FIELDS = ("config", "step", "seconds", "model", "optimizer", "prompt_rng")
 
 
+# Of an optimizer, by name: what its checkpoint must share with the run's (the learning rate is that of the step), and its
+# moments of each parameter.
+GROUPS = {
+    "adam": ("params", "betas", "eps", "weight_decay"),
+    "muon": ("params", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "weight_decay", "adjust_lr_fn"),
+}
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+
+
 def check_state(
-    state: Mapping[str, Any], *, n_steps: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rng: torch.Generator
+    state: Mapping[str, Any], *, n_steps: int, model: torch.nn.Module, optimizers: Mapping[str, Optimizer], rng: torch.Generator
 ) -> None:
     """Raises ValueError, in words that follow the file's name, for a state of other fields, sizes or dtypes than the run's."""
     check_fields(state)
@@ -29,7 +40,8 @@ def check_state(
     check_keys("its model", weights, state["model"])
     for name, weight in weights.items():
         _check_tensor(f"its {name}", state["model"][name], weight)
-    _check_optimizer(state["optimizer"], optimizer, step)
+    for name, part in by_name(state["optimizer"], optimizers).items():
+        _check_optimizer(name, part, optimizers[name], step)
     _check_tensor("its prompt_rng", prompt_rng, rng.get_state())
     try:
         torch.Generator().set_state(prompt_rng)
@@ -46,12 +58,13 @@ def check_fields(state: Mapping[str, Any]) -> None:
             raise ValueError(f"its {name} is {type(state[name]).__name__} and must be a mapping")
 
 
-def _check_optimizer(found: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+def _check_optimizer(name: str, found: Any, optimizer: Optimizer, step: int) -> None:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"its optimizer has no {name}")
     groups, moments = found.get("param_groups"), found.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         raise ValueError("its optimizer has no groups of parameters")
-    wanted = ("params", "betas", "eps", "weight_decay")  # the learning rate is that of the step
-    if _named(groups, wanted) != _named(optimizer.state_dict()["param_groups"], wanted):
+    if _named(groups, GROUPS[name]) != _named(optimizer.state_dict()["param_groups"], GROUPS[name]):
         raise ValueError("its optimizer is of other parameters or numbers")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not isinstance(moments, Mapping) or set(moments) != (set(range(len(parameters))) if step else set()):
@@ -59,9 +72,9 @@ def _check_optimizer(found: Mapping[str, Any], optimizer: torch.optim.Optimizer,
     for i, one in moments.items():
         if not isinstance(one, Mapping):
             raise ValueError(f"its optimizer's moments of parameter {i} are {type(one).__name__} and must be a mapping")
-        for name in ("exp_avg", "exp_avg_sq"):
-            _check_tensor(f"its optimizer's {name} of parameter {i}", one.get(name), parameters[i])
-        if not isinstance(one.get("step"), Tensor) or one["step"].numel() != 1:
+        for moment in MOMENTS[name]:
+            _check_tensor(f"its optimizer's {moment} of parameter {i}", one.get(moment), parameters[i])
+        if name == "adam" and (not isinstance(one.get("step"), Tensor) or one["step"].numel() != 1):
             raise ValueError(f"its optimizer's step of parameter {i} is {one.get('step')!r} and must be one number")
 
 

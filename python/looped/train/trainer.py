@@ -31,6 +31,7 @@ from looped.train import divergence, provenance, record
 from looped.train.device import usable_device
 from looped.train.identity import differences
 from looped.train.loss import loops_are_fused, matrix_products, window_errors
+from looped.train.optimizers import by_name, make_optimizers, state_of
 from looped.train.recipe import TrainConfig
 from looped.train.shortfall import shortfall
 from looped.train.state import check_fields, check_state
@@ -48,7 +49,7 @@ class Run:
 
     config: TrainConfig
     model: LoopedTransformer
-    optimizer: torch.optim.Optimizer
+    optimizers: dict[str, torch.optim.Optimizer]
     prompt_rng: torch.Generator
     task: Task
     pool: PromptPool | None = None
@@ -70,7 +71,7 @@ class Run:
         if config.n_distinct is not None:
             pool = PromptPool.of(task, config.n_distinct, config.points.end, seed=config.seed)
             rng = torch.Generator().manual_seed(config.seed ^ 0x5EED)  # the order of the batches is no part of the set
-        return cls(config, model, _optimizer(config, model), rng, task, pool, torch.device(device))
+        return cls(config, model, make_optimizers(config, model), rng, task, pool, torch.device(device))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -78,7 +79,7 @@ class Run:
             "step": self.step,
             "seconds": self.seconds,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": state_of(self.optimizers),
             "prompt_rng": self.prompt_rng.get_state(),
             "arithmetic": {
                 "torch": str(torch.__version__),
@@ -90,10 +91,11 @@ class Run:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `to_dict` gave. Raises ValueError, before any of it is taken, for what does not fit the run."""
-        check_state(state, n_steps=self.config.n_steps, model=self.model, optimizer=self.optimizer, rng=self.prompt_rng)
+        check_state(state, n_steps=self.config.n_steps, model=self.model, optimizers=self.optimizers, rng=self.prompt_rng)
         self.step, self.seconds = int(state["step"]), state["seconds"]
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for name, part in by_name(state["optimizer"], self.optimizers).items():
+            self.optimizers[name].load_state_dict(part)
         self.prompt_rng.set_state(state["prompt_rng"])
         here = self.to_dict()["arithmetic"]
         if here != state.get("arithmetic", here):
@@ -121,12 +123,13 @@ class Run:
             )
             error = errors.mean()
             loss = error + config.rest_weight * change.square().mean() if settles and config.rest_weight else error
-            self.optimizer.zero_grad(set_to_none=True)
+            self.model.zero_grad(set_to_none=True)
             loss.backward()
         limit = math.inf if config.grad_clip is None else config.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.lr_at(step)
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr_at(step)
         numbers = {
             "step": step + 1,
             "loss": loss.item(),
@@ -141,7 +144,8 @@ class Run:
         }
         self.n_exploded = divergence.count_exploded(self.n_exploded, error.item(), divergence.of_nothing(config, ys))
         divergence.check(step + 1, numbers["loss"], numbers["grad_norm"], self.n_exploded)
-        self.optimizer.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
         self.step += 1
         return numbers
 
@@ -158,15 +162,6 @@ class Run:
         pairs = self.task.sample(max(config.batch_size, JUDGED), n_points, generator=rng, n_live=n_live)
         xs, ys = (part.to(self.device) for part in pairs)
         return divergence.is_sound(config, self.model, xs, ys, n_loops=n_loops)
-
-
-def _optimizer(config: TrainConfig, model: LoopedTransformer) -> torch.optim.Optimizer:
-    if not config.weight_decay:
-        return torch.optim.Adam(model.parameters(), lr=config.lr)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr)
 
 
 def train(
