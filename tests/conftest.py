@@ -17,6 +17,12 @@ def _seed_and_threads():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the experiments of a file train their models, which they share."""
+    return tmp_path_factory.mktemp("experiments")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def interrupts_are_heeded():
     """A shell may have them ignored for background jobs; tests of Ctrl-C would then run for ever."""
