@@ -22,6 +22,8 @@ def info_command(as_json: bool) -> None:
 
     for title, entries in report.items():
         table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")  # a path is shown whole
         for name, value in entries.items():
             table.add_row(name, str(value))
         Console().print(table)
