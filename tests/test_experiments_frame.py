@@ -17,7 +17,6 @@ from looped.experiments import EXPERIMENTS, Lab, Outcome, functions, run_experim
 from looped.experiments import lab as lab_module
 from looped.experiments.catalog import models_of
 from looped.experiments.given import apart
-from looped.experiments.lab import trained_apart
 from looped.experiments.measure import (
     by_examples,
     by_loops,
@@ -763,17 +762,3 @@ def test_a_device_that_does_not_work_is_refused(tmp_path, device):
     assert not (tmp_path / "run").exists()
     result = invoke("train", "--preset", "tiny", "--device", device, "--seeds", "1,2", "--out", tmp_path / "runs")
     assert (result.exit_code, (tmp_path / "runs").exists()) == (2, False)
-
-
-def test_models_that_are_trained_apart_are_told_apart(tmp_path):
-    lab, one = Lab("small", tmp_path), preset("small")
-    longer, by_muon = dataclasses.replace(one, n_steps=24_000), dataclasses.replace(one, optimizer="muon")
-    assert trained_apart(lab, ("a", one), ("b", one)) == ""
-    assert trained_apart(lab, ("a", longer), ("b", one)) == "; trained for 24,000 steps, the unlooped one for 16,000"
-    told = "; trained for 16,000 steps by Muon, the unlooped one for 16,000 by Adam"
-    assert trained_apart(lab, ("a", by_muon), ("b", one)) == told
-    quick_look = Lab("small", tmp_path, n_steps=9)
-    assert trained_apart(quick_look, ("a", longer), ("b", one)) == ""
-    assert trained_apart(quick_look, ("a", by_muon), ("b", one)) == told.replace("16,000", "9")
-    given = Lab("small", tmp_path, given={"b": "linear_regression"})
-    assert trained_apart(given, ("a", longer), ("b", one)) == ""

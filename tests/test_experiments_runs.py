@@ -149,10 +149,12 @@ def test_fixed_point_claims():
 
 
 def test_models_that_overflow_past_the_trained_loops_drift_off():
-    late, early = RunningCurve(), RunningCurve()
+    late, early, healed = RunningCurve(), RunningCurve(), RunningCurve()
+    healed.add(torch.tensor([[math.inf, 0.5, 0.5], [1.0, 0.5, 0.5]]))
     late.add(torch.tensor([[1.0, 0.5, math.inf], [1.0, 0.5, 0.5]]))
     early.add(torch.tensor([[1.0, math.inf, math.inf], [1.0, 0.5, 0.5]]))
-    for curve, holds, measured in ((late, [False, True], "not finite past the trained loops"), (early, [None, None], "-")):
+    drifts, unknown = ([False, True], "not finite past the trained loops"), ([None, None], "-")
+    for curve, (holds, measured) in ((late, drifts), (early, unknown), (healed, unknown)):
         found = {kind: Measured(curve.curve(), [], 0.0) for kind in ("looped", "tied")}
         claims = fixed_point._claims({}, found, {}, 2, 1)[:2]
         assert [claim.holds for claim in claims] == holds

@@ -239,15 +239,17 @@ def test_a_folder_of_scikit_learns_cache_is_read_without_a_network(cache):
 
 
 def test_a_table_of_ones_own_that_cannot_be_used_is_missed_aloud(cache, caplog):
-    for data_id, name in ((7, "good"), (12, "wide"), (13, "aimless")):
-        write_cached(cache, data_id, name, 1000)
+    for data_id, name, n_rows in ((7, "good", 1000), (12, "wide", 1000), (13, "aimless", 1000), (14, "small", 900)):
+        write_cached(cache, data_id, name, n_rows)
     features = cache / "openml/openml.org/api/v1/json/data/features/13.gz"
     told = json.loads(gzip.decompress(features.read_bytes()))
     for feature in told["data_features"]["feature"]:
         feature["is_target"] = "false"
     _gzip(features, json.dumps(told).encode())
     assert [table.name for table in load_tables(str(cache))] == ["good", "wide"]
-    assert [r.levelname for r in caplog.records if "table 13 is left out" in r.getMessage()] == ["WARNING"]
+    missed = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in missed] == ["WARNING", "WARNING"]
+    assert [text.partition(":")[0] for _, text in missed] == ["table 13 is left out", "table 14 (small) is left out"]
 
 
 DATA = "openml/openml.org/data/v1/download/12/wide.arff.gz"

@@ -23,6 +23,7 @@ from looped.train.recipe import PAPER
 from looped.train.shortfall import shortfall
 from looped.train.trainer import Run, window_errors
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9 or newer")
 LARGE = ("batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "save_every", "keep_every")
 SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
 
@@ -62,8 +63,9 @@ def test_curricula_grow_as_published():
     assert (tied.model.inject, tied.model.state_init) == ("none", "embedding")
 
 
-def test_learning_rate_warms_up_and_decays():
-    config = tiny(n_steps=110, warmup_steps=10, decay="cosine", lr=1.0, optimizer="muon")
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=needs_muon)])
+def test_learning_rate_warms_up_and_decays(optimizer):
+    config = tiny(n_steps=110, warmup_steps=10, decay="cosine", lr=1.0, optimizer=optimizer)
     assert [config.lr_at(s) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
     assert config.lr_at(10) == pytest.approx(1.0)
     assert config.lr_at(60) == pytest.approx(0.5)
@@ -306,11 +308,11 @@ DAMAGE = {
     "its optimizer has no groups of parameters": lambda state: state.update(optimizer={}),
     "its optimizer is of other parameters or numbers": lambda state: state["optimizer"]["param_groups"][0].update(betas=None),
     "its optimizer does not hold the moments of every": lambda state: state["optimizer"]["state"].pop(0),
-    "its optimizer's moments of parameter 0 are int": lambda state: state["optimizer"]["state"].update({0: 3}),
+    "its optimizer's moments of adam's parameter 0 are int": lambda state: state["optimizer"]["state"].update({0: 3}),
     "its optimizer is of other parameters": lambda state: state["optimizer"]["param_groups"][0]["params"].pop(),
     "its optimizer does not hold the moments": lambda state: state["optimizer"].update(state={}),
-    "its optimizer's exp_avg of parameter 0 is NoneType": lambda state: state["optimizer"]["state"][0].pop("exp_avg"),
-    "its optimizer's step of parameter 0 is None": lambda state: state["optimizer"]["state"][0].pop("step"),
+    "its optimizer's exp_avg of adam's parameter 0 is NoneType": lambda state: state["optimizer"]["state"][0].pop("exp_avg"),
+    "its optimizer's step of adam's parameter 0 is None": lambda state: state["optimizer"]["state"][0].pop("step"),
 }
 
 

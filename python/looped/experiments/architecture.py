@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from looped.experiments.lab import Lab, Run, n_parameters, trained_apart
-from looped.experiments.loops_and_window import MATCHES, SETTLED, published_run, settled, settled_at
+from looped.experiments.lab import Lab, Run, n_parameters
+from looped.experiments.loops_and_window import MATCHES, SETTLED, published_run, settled, settled_at, steps_apart
 from looped.experiments.measure import Measured, by_examples, by_loops, fresh, least, line, measure, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
 from looped.experiments.shift import unlooped_of_depth
@@ -126,5 +126,5 @@ def _beside_unlooped(
     errors = by_layers[1].curve.mean
     first = next((i for i, one in enumerate(errors, start=1) if one <= MATCHES * error), None)
     measured = f"loop {first}" if first else f"none of {len(errors)} loops, at the best {min(errors) / error:.2f} x"
-    measured += trained_apart(lab, wanted["n_core", 1], wanted["unlooped", depth])
+    measured += steps_apart(lab, wanted["n_core", 1], wanted["unlooped", depth])
     return Claim("Fig. 7", text, measured, first is not None and first > depth)

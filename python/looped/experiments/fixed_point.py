@@ -99,11 +99,11 @@ def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measure
 
 
 def _beyond(found: Measured | None, n_loops: int) -> tuple[float, float]:
-    """Over the error at the trained loops, the largest from there on and the last one: infinite both where predictions cease
-    to be finite after the trained loops, NaN where there are none to compare."""
-    if found is None or found.curve.n_not_finite[n_loops - 1]:
+    """Over the error at the trained loops, the largest from there on and the last one: infinite both where predictions are not
+    finite past the trained loops alone, NaN where they are not before either, or were not measured."""
+    if found is None or any(found.curve.n_not_finite[:n_loops]):
         return math.nan, math.nan
-    if not found.curve.is_finite:
+    if any(found.curve.n_not_finite[n_loops:]):
         return math.inf, math.inf
     errors = found.curve.mean
     return worst_beyond(errors, n_loops), errors[-1] / errors[n_loops - 1]

@@ -248,18 +248,5 @@ def n_parameters(model: LoopedTransformer) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def trained_apart(lab: Lab, one: Run, unlooped: Run) -> str:
-    """The end of what was measured, where a model and an unlooped one are trained for unlike numbers of steps, or by unlike
-    optimizers."""
-    (name, config), (other, twin) = one, unlooped
-    if {name, other} & set(lab.given):
-        return ""
-    steps, optimizers = [lab.n_steps or run.n_steps for run in (config, twin)], [config.optimizer, twin.optimizer]
-    by = [f" by {name.capitalize()}" if len(set(optimizers)) > 1 else "" for name in optimizers]
-    if steps[0] == steps[1] and not any(by):
-        return ""
-    return f"; trained for {steps[0]:,} steps{by[0]}, the unlooped one for {steps[1]:,}{by[1]}"
-
-
 def _label(name: str, seed: int) -> str:
     return name if seed == SEED else f"{name}, seed {seed}"

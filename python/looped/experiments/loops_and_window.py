@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from looped.experiments.lab import Lab, Run, trained_apart
+from looped.experiments.lab import Lab, Run
 from looped.experiments.measure import REACH, Measured, by_examples, by_loops, fresh, least, line, measure, sound
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.experiments.verdict import for_all, part_of
@@ -136,6 +136,14 @@ def settled(errors: Sequence[float]) -> int | None:
     return None if math.isnan(least(errors)) else settled_at(errors)[0]
 
 
+def steps_apart(lab: Lab, one: Run, unlooped: Run) -> str:
+    """The end of what was measured, where a model and an unlooped one are trained for unlike numbers of steps."""
+    (name, config), (other, twin) = one, unlooped
+    if lab.n_steps or config.n_steps == twin.n_steps or {name, other} & set(lab.given):
+        return ""
+    return f"; trained for {config.n_steps:,} steps, the unlooped one for {twin.n_steps:,}"
+
+
 def _row(curve: Curve, n_loops: int) -> list[Cell]:
     """A model whose predictions cease to be finite past its b loops diverges; of one with such at b nothing is said."""
     errors, lost = curve.mean, curve.n_not_finite
@@ -210,7 +218,7 @@ def _beside_unlooped(lab: Lab, unlooped: Run, found: Mapping[tuple[int, int], li
     ratios = {w: found[depth, w][depth - 1] / errors[-1] for w in windows if errors and (depth, w) in found}
     measured = ", ".join(f"{ratio:.2f} x at T={window}" for window, ratio in ratios.items()) or "-"
     measured += part_of(len(ratios), len(windows), "windows")
-    measured += trained_apart(lab, of_grid(lab)[TASK, depth, windows[0]], unlooped)
+    measured += steps_apart(lab, of_grid(lab)[TASK, depth, windows[0]], unlooped)
     rule = f"more than {MATCHES} x its error, at every T"
     text = f"{TASK.replace('_', ' ')}: b={depth} does not match the unlooped model of {depth} layers (here: {rule})"
     return Claim("Fig. 4", text, measured, for_all([ratio > MATCHES for ratio in ratios.values()], len(windows)))

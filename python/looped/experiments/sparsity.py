@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from looped.experiments.lab import Lab, Run, trained_apart
+from looped.experiments.lab import Lab, Run
 from looped.experiments.loops_and_window import published_run
 from looped.experiments.measure import Measured, by_examples, fresh, kind_of, line, mean_ratio, measure, of_baseline, sound
 from looped.experiments.outcome import Cell, Claim, Outcome, Panel, Sheet
@@ -65,9 +65,7 @@ def run(lab: Lab) -> Outcome:
     columns = ["non-zero", "", "d/4", "d/2", "d", "all", f"examples to {ENOUGH}"]
     settings = dict(task=TASK, n_dims=n_dims, n_points=n_points, sparsities=list(SPARSITIES[lab.preset]))
     sheet = Sheet("squared error / variance of y, by examples", columns, rows)
-    both = [(wanted[sparsity, "looped"], wanted[sparsity, "unlooped"]) for sparsity in found]
-    apart = next(filter(None, (trained_apart(lab, *runs) for runs in both)), "")
-    claims = _claims({sparsity: sound(one) for sparsity, one in found.items()}, SPARSITIES[lab.preset], apart)
+    claims = _claims({sparsity: sound(one) for sparsity, one in found.items()}, SPARSITIES[lab.preset])
     return Outcome("sparsity", "Fig. 11", lab.preset, settings, panels, sheet, claims)
 
 
@@ -78,12 +76,12 @@ def examples_needed(errors: list[float]) -> int | None:
     return first if first < len(errors) else None
 
 
-def _claims(found: dict[int, dict[str, Measured]], wanted: Sequence[int], apart: str = "") -> list[Claim]:
+def _claims(found: dict[int, dict[str, Measured]], wanted: Sequence[int]) -> list[Claim]:
     both = {sparsity: one for sparsity, one in found.items() if {"looped", "unlooped"} <= set(one)}
     ratios = {s: mean_ratio(one["looped"].curve.mean, one["unlooped"].curve.mean) for s, one in both.items()}
     text = "at every sparsity the looped model is as good as the unlooped one or better (here: within 1.1 x, geometric mean)"
     measured = ", ".join(f"s={sparsity}: {ratio:.2f} x" for sparsity, ratio in ratios.items()) or "-"
-    measured += part_of(len(ratios), len(wanted), "sparsities") + apart
+    measured += part_of(len(ratios), len(wanted), "sparsities")
     claims = [Claim("Fig. 11", text, measured, for_all([ratio <= 1.1 for ratio in ratios.values()], len(wanted)))]
     needed = {s: examples_needed(one["looped"].curve.mean) for s, one in found.items() if "looped" in one}
     text = f"less sparse functions need more examples (here: to an error of {ENOUGH})"

@@ -42,7 +42,7 @@ def name_without(source: str, table: str, *, unlooped: bool) -> str:
     """The name of the model of a source's tables but one: of the bundled ones, or of any that come from openml.org.
 
     Other characters of a table's name than letters, digits and ``_.-~`` are written as in a URL, and so is what would read as
-    the kind of a model, so that no two models are one.
+    the kind of a model, so that no looped model has the name of an unlooped one.
     """
     kind = "bundled" if source == "bundled" else "openml"
     of_table = quote(table, safe="").replace("_unlooped", "%5Funlooped")

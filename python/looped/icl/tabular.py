@@ -96,15 +96,15 @@ def load_tables(source: str = "bundled") -> tuple[Table, ...]:
                 '"openml" to download one, or "bundled"'
             )
     tables: list[Table] = []
+    level = logging.INFO if source == "openml" else logging.WARNING  # of many there, and of one's own few
     for data_id in ids:
         try:
             table = read_openml(data_id, folder) if source == "openml" else read_folder(data_id, folder)
         except ValueError as error:  # text columns, sparse data
-            # openml.org has many such tables; of one's own few, each is missed
-            log.log(logging.INFO if source == "openml" else logging.WARNING, "table %d is left out: %s", data_id, error)
+            log.log(level, "table %d is left out: %s", data_id, error)
             continue
         if why := why_left_out(table, [known.name for known in tables]):
-            log.info("table %d (%s) is left out: %s", data_id, table.name, why)
+            log.log(level, "table %d (%s) is left out: %s", data_id, table.name, why)
         else:
             tables.append(table)
         if len(tables) == N_TABLES:

@@ -71,11 +71,13 @@ def _check_optimizer(name: str, found: Any, optimizer: Optimizer, step: int) -> 
         raise ValueError("its optimizer does not hold the moments of every parameter")
     for i, one in moments.items():
         if not isinstance(one, Mapping):
-            raise ValueError(f"its optimizer's moments of parameter {i} are {type(one).__name__} and must be a mapping")
+            raise ValueError(
+                f"its optimizer's moments of {name}'s parameter {i} are {type(one).__name__} and must be a mapping"
+            )
         for moment in MOMENTS[name]:
-            _check_tensor(f"its optimizer's {moment} of parameter {i}", one.get(moment), parameters[i])
+            _check_tensor(f"its optimizer's {moment} of {name}'s parameter {i}", one.get(moment), parameters[i])
         if name == "adam" and (not isinstance(one.get("step"), Tensor) or one["step"].numel() != 1):
-            raise ValueError(f"its optimizer's step of parameter {i} is {one.get('step')!r} and must be one number")
+            raise ValueError(f"its optimizer's step of {name}'s parameter {i} is {one.get('step')!r} and must be one number")
 
 
 def _named(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[list[Any]]:
