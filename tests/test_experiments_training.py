@@ -328,7 +328,7 @@ def test_a_checkpoint_from_before_an_option_existed_resumes(tmp_path, monkeypatc
 @needs_muon
 def test_muon_orthogonalises_the_steps_of_the_blocks_matrices_and_leaves_the_others_to_adam():
     torch.manual_seed(0)
-    model = tiny().model.replace(n_prelude=1, n_coda=1)
+    model = tiny().model.replace(n_prelude=1, n_coda=1, loop_norm="once")
     gradients = {name: torch.randn_like(weight) for name, weight in LoopedTransformer(model).named_parameters()}
     moved = {}
     for kind in ("adam", "muon"):
@@ -517,17 +517,20 @@ def test_an_interrupt_while_it_explodes_names_the_step_that_is_kept(tmp_path, mo
 
 @pytest.mark.parametrize("lr", [1e4, 1e30])
 def test_a_step_that_destroys_the_weights_is_kept_nowhere(tmp_path, lr):
-    """Its loss is that of the weights before it, and a good one."""
+    """Its loss is that of the weights before it, and a good one.
+
+    Whether the next one is infinite, or only explodes for 20 steps in a row, is a matter of a machine's rounding.
+    """
     config = preset("tiny", grad_clip=None, lr=1e-3, n_steps=60, save_every=1, keep_every=1)
     good = train(dataclasses.replace(config, n_steps=4), tmp_path / "good", progress=False)
     state = checkpoint.load_training_state(tmp_path / "good" / "state.pt")
     wild = dataclasses.replace(config, lr=lr)
-    with pytest.raises(FloatingPointError, match=r"at step 2; .*\(there is no checkpoint yet\)"):
+    with pytest.raises(FloatingPointError, match=r"at step (2|21)\b.*\(there is no checkpoint yet\)"):
         train(wild, tmp_path / "wild", progress=False)
     (tmp_path / "cut").mkdir()
     state["config"] = wild.to_dict()
     checkpoint.write_training_state(tmp_path / "cut" / "state.pt", state)
-    with pytest.raises(FloatingPointError, match=r"at step 6; .*last checkpoint: step 4"):
+    with pytest.raises(FloatingPointError, match=r"at step (6|25)\b.*last checkpoint: step 4"):
         train(wild, tmp_path / "cut", resume=True, progress=False)
     kept = checkpoint.load_training_state(tmp_path / "cut" / "state.pt")
     assert kept["step"] == 4
