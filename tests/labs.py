@@ -1,7 +1,13 @@
-"""Labs and measurements that tests of the experiments share."""
+"""Labs, measurements and conditions that tests of training and of the experiments share."""
+
+import pytest
+import torch
 
 from looped.experiments import Lab
 from looped.experiments.measure import Measured, single
+
+# pyproject.toml takes older ones
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9 or newer")
 
 
 def quick(folder, preset_name="tiny", **options):

@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from labs import needs_muon
 
 import looped
 from looped import checkpoint
@@ -23,7 +24,6 @@ from looped.train.recipe import PAPER
 from looped.train.shortfall import shortfall
 from looped.train.trainer import Run, window_errors
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9 or newer")
 LARGE = ("batch_size", "n_steps", "warmup_steps", "extra_loops", "settle_from", "save_every", "keep_every")
 SETTLING = dict(rest_weight=3.0, extra_loops=3, settle_from=4)
 
