@@ -255,6 +255,11 @@ def test_eval_runs_an_unlooped_model_once(name, last):
     assert "settling" not in score
 
 
+def test_eval_calls_a_weight_tied_model_so():
+    report = json.loads(run("eval", "linear_regression_tied", *FAST, "--json").stdout)
+    assert list(report["predictors"]) == ["weight-tied"]
+
+
 def test_eval_trusts_no_record_of_another_model_or_program(tmp_path, model_folder):
     options = ("--prompts", 2, "--no-baselines", "--no-settling", "--loops", 2, "--json")
     record = model_folder.parent / "train.json"

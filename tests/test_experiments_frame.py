@@ -530,7 +530,7 @@ def test_slow_rivals_are_met_on_the_prompts_that_they_have_seen():
     ways = {"looped": [looped_way], "xgboost": [lambda own: torch.full((len(own.ys), 2), 0.45)]}
     found = measure(pairs, ways, slow=["xgboost"])
     assert found["looped"].curve.mean == pytest.approx([0.4, 0.4])
-    claim = functions._claims("decision_tree", found, 1)[1]
+    claim = functions._claims("decision_tree", found)[1]
     assert (claim.holds, claim.measured) == (False, "0.5 against 0.45, on the first 128 prompts")
 
 

@@ -316,15 +316,32 @@ def test_lasso_is_measured_on_the_prompts_of_the_models(tmp_path, monkeypatch):
 
 
 def test_functions_claims():
-    found = curves(looped=[1.0, 0.5, 0.3, 0.2, 0.1], unlooped=[1.0, 0.5, 0.3, 0.2, 0.1], lasso=[1, 0.6, 0.29, 0.01, 0.001])
-    both = functions._claims("sparse_linear_regression", found, 4)
-    assert [claim.holds for claim in both] == [True, True], "fewer than half of 4 is 1"
-    assert not functions._claims("sparse_linear_regression", found, 6)[1].holds
+    found = curves(looped=[1.0, 0.5, 0.3], unlooped=[1.0, 0.5, 0.3], lasso=[1.0, 0.6, 0.29])
+    assert [claim.holds for claim in functions._claims("sparse_linear_regression", found)] == [True]
+    (claim,) = functions._below_lasso(found)
+    assert (claim.measured, claim.holds) == ("1: 0.5 against 0.6, 2: 0.3 against 0.29, on 0 prompts", False)
+    assert functions._below_lasso(curves(looped=[1.0, 0.5], lasso=[0.9, 0.6]))[0].holds, "without examples is no claim"
+    assert not functions._below_lasso(curves(looped=[1.0, 0.5]))
     trees = curves(looped=[1.0, 0.2], decision_tree_signs=[1.0, 0.3], xgboost=[1.0, 0.25])
-    assert functions._claims("decision_tree", trees, 1)[1].holds
+    assert functions._claims("decision_tree", trees)[1].holds
     trees["xgboost"] = Measured(single([1.0, 0.1]), [], 0.0)
-    assert not functions._claims("decision_tree", trees, 1)[1].holds
-    assert functions._claims("decision_tree", trees, 1)[0].holds is None
+    assert not functions._claims("decision_tree", trees)[1].holds
+    assert functions._claims("decision_tree", trees)[0].holds is None
+
+
+def test_few_examples_are_held_against_lasso_on_more_prompts(tmp_path, monkeypatch):
+    """The bundled model's 8 dimensions: 1, 2 and 3 examples, on 8 times the prompts, and no other baseline."""
+    monkeypatch.setattr(functions, "TASKS", ("sparse_linear_regression",))
+    lab = Lab("small", tmp_path, may_train=False, n_prompts=40, progress=False)
+    outcome = run_experiment("functions", lab)
+    panel = next(panel for panel in outcome.panels if "few examples" in panel.title)
+    assert [(line.label, list(line.xs), line.curve.n_prompts) for line in panel.lines] == [
+        (label, [0, 1, 2, 3], 320) for label in ("looped", "unlooped", "lasso")
+    ]
+    (claim,) = (claim for claim in outcome.claims if "lasso" in claim.text)
+    lines = {line.label: line.curve.mean for line in panel.lines}
+    pairs = ", ".join(f"{i}: {lines['looped'][i]:.3g} against {lines['lasso'][i]:.3g}" for i in (1, 2, 3))
+    assert claim.measured == f"{pairs}, on 320 prompts"
 
 
 def test_every_baseline_of_a_task_has_a_colour_of_its_own():

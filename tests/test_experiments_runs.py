@@ -284,5 +284,5 @@ def test_slow_baselines_see_all_prompts_at_paper(tmp_path, monkeypatch, preset_n
     model = icl_model(std=0.1, n_dims=3, n_points=4)
     monkeypatch.setattr(Lab, "models", lambda self, name, config, **how: [model])
     run_experiment("functions", Lab(preset_name, tmp_path, progress=False))
-    assert len(capped) == 4
+    assert len(capped) == 4 + (not is_capped)  # at "tiny" no prompts have fewer than d / 2 examples, but none
     assert any(capped) == is_capped

@@ -123,7 +123,7 @@ def evaluate_command(
     predictors: list[Any] = [
         LoopedPredictor(
             main_model,
-            name="looped" if config.n_loops > 1 else "unlooped",
+            name="unlooped" if config.n_loops == 1 else "weight-tied" if _is_tied(config) else "looped",
             exit=exit_rule,
             n_loops=limit,
             on_stall=on_stall,
@@ -198,9 +198,14 @@ def _check_twin(twin: str, config: LoopedConfig, n_dims: int) -> None:
         raise click.UsageError(f"the twin {twin} reads {config.n_dims} dimensions, and the model {n_dims}; give another --twin")
 
 
+def _is_tied(config: LoopedConfig) -> bool:
+    """Whether a model starts from the embedded prompt and injects nothing."""
+    return (config.inject, config.state_init) == ("none", "embedding") and config.n_loops > 1
+
+
 def _name_of_twin(source: str, config: LoopedConfig, taken: set[str]) -> str:
     """What a weight-tied twin is, else the bundled model's name or the folder's; of a run's model, with the run's folder."""
-    if (config.inject, config.state_init) == ("none", "embedding") and config.n_loops > 1:
+    if _is_tied(config):
         return "weight-tied twin"
     name = source
     if Path(source).exists():
