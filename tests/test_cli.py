@@ -141,7 +141,7 @@ def test_a_model_without_its_run_is_scored_on_linear_regression_and_told_so(mode
     assert f"looped: no train.json beside {model_folder}: {scored_on}" in result.stderr
     for known in ((model_folder, "--task", "linear_regression"), ("linear_regression",)):
         assert "scored on" not in run("eval", *known, *FAST).stderr
-    monkeypatch.setattr(looped.cli.evaluate, "load_model_of", lambda source, fields: looped.load_model(source))
+    monkeypatch.setattr(looped.cli.evaluate, "load_model_of", lambda source, fields, **how: looped.load_model(source))
     foreign = run("eval", model_folder, *FAST, "--set", "n_loops=6")
     assert f"looped: --set reads no train.json: {scored_on}" in foreign.stderr
 
@@ -255,6 +255,16 @@ def test_eval_runs_an_unlooped_model_once(name, last):
     assert "settling" not in score
 
 
+def test_without_a_model_the_bundled_one_is_scored_whatever_folder_has_its_name(tmp_path, model_folder, monkeypatch):
+    """Trainings of `looped experiment` leave folders of the bundled models' names."""
+    model_folder.rename(tmp_path / "linear_regression")
+    monkeypatch.chdir(tmp_path)
+    fast = ("--loops", 1, "--batch", 1, "--rounds", 1, "--backend", "eager", "--json")
+    for source, n_points, n_tokens in (((), 11, 21), (("linear_regression",), 5, 9)):
+        assert json.loads(run("eval", *source, *FAST, "--json").stdout)["n_points"] == n_points
+        assert json.loads(run("bench", *source, *fast).stdout)["n_tokens"] == n_tokens
+
+
 def test_eval_calls_a_weight_tied_model_so():
     report = json.loads(run("eval", "linear_regression_tied", *FAST, "--json").stdout)
     assert list(report["predictors"]) == ["weight-tied"]
@@ -331,6 +341,8 @@ def test_a_changed_checkpoint_gives_a_changed_result(model_folder):
         (["train"], "Missing option '--out'"),
         (["train", "--out", "{tmp}/r", "--set", "n_step=3"], "did you mean 'n_steps'"),
         (["train", "--out", "{tmp}/r", "--set", "n_steps"], "KEY=VALUE"),
+        (["train", "--out", "{tmp}/r", "--set", "n_loops=20"], "--set n_loops is of the model, which the preset gives"),
+        (["train", "--out", "{tmp}/r", "--set", "loops=20"], "loops end at 20 but the model runs 30; change both"),
         (
             ["train", "--preset", "tiny", "--out", "{tmp}/r", "--seeds", "42", "--set", "seed=7"],
             "--seeds 42 and --set seed=7 are the same",

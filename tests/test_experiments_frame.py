@@ -17,6 +17,7 @@ from looped.experiments import EXPERIMENTS, Lab, Outcome, functions, run_experim
 from looped.experiments import lab as lab_module
 from looped.experiments.catalog import models_of
 from looped.experiments.given import apart
+from looped.experiments.lab import Models
 from looped.experiments.measure import (
     by_examples,
     by_loops,
@@ -94,7 +95,7 @@ def test_models_are_trained_once_and_found_again(tmp_path, monkeypatch):
     (again,) = quick(tmp_path).models("one", lab.config())
     assert torch.equal(weights(first), weights(again))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already holds a run, of other settings; choose another folder or remove it"):
         quick(tmp_path).models("one", dataclasses.replace(lab.config(), lr=2e-3))
 
 
@@ -173,7 +174,9 @@ def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
     quick(tmp_path, seeds=[43]).models("decision_tree", quick(tmp_path).config("decision_tree"))
     lab = quick(tmp_path, seeds=[42, 43, 44], may_train=False)
     assert len(lab.models("m", config)) == 1
-    assert [note for note in lab.notes if "left out" not in note] == ["m: its numbers are of 1 of 3 seeds, without 42, 44"]
+    assert [note for note in lab.notes if "left out" not in note] == [
+        "m: its numbers are of 1 of 3 seeds, without 42, 44, and no verdict rests on it"
+    ]
     assert {label: one["source"] for label, one in lab.used.items()} == {
         "m": "not there",
         "m, seed 43": "trained: m_steps_12_seed_43",
@@ -189,7 +192,7 @@ def test_seeds_that_are_missing_are_told(tmp_path, monkeypatch):
     lab = quick(tmp_path, seeds=[43, 44])
     assert len(lab.models("m", config)) == 1
     assert lab.used["m, seed 44"]["source"] == "diverged"
-    assert lab.notes[-1].endswith("of 1 of 2 seeds, without 44")
+    assert lab.notes[-1].endswith("of 1 of 2 seeds, without 44, and no verdict rests on it")
     report = run_experiment("fixed-point", quick(tmp_path, seeds=[7, 8], may_train=False)).to_dict()
     assert not any(line["models_at"][0] for panel in report["panels"] for line in panel["lines"])
 
@@ -240,7 +243,9 @@ def test_an_experiment_says_all_the_models_that_it_uses(tmp_path, monkeypatch):
     """What `runs` names is what is asked for, and nothing else."""
     for name in EXPERIMENTS:
         asked = {}
-        monkeypatch.setattr(Lab, "models", lambda self, name, config, asked=asked, **how: asked.update({name: config}) or [])
+        monkeypatch.setattr(
+            Lab, "models", lambda self, name, config, asked=asked, **how: asked.update({name: config}) or Models()
+        )
         lab = quick(tmp_path)
         wanted = models_of(name, lab)
         run_experiment(name, lab)
@@ -620,7 +625,7 @@ def test_quick_looks_have_files_and_titles_of_their_own(tmp_path, monkeypatch):
     assert variant("small", n_prompts=1279) == "_1279_prompts"
     assert variant("tiny", n_prompts=64, n_steps=1000) == "_1000_steps"
     assert variant("tiny", n_prompts=63, n_steps=1000) == "_1000_steps_63_prompts"
-    monkeypatch.setattr(Lab, "models", lambda *args, **how: [])
+    monkeypatch.setattr(Lab, "models", lambda *args, **how: Models())
     settings = {"n_steps": 12, "n_prompts": 8, "seeds": [42, 7]}
     quick_look, whole = (run_experiment("probe", lab) for lab in (quick(tmp_path, seeds=[42, 7]), Lab("tiny", tmp_path)))
     assert quick_look.settings.items() >= settings.items()

@@ -72,7 +72,7 @@ def test_grid_claims_and_divergence(folder, monkeypatch):
         raise FloatingPointError("train: the loss has exploded at step 9")
 
     monkeypatch.setattr("looped.experiments.lab.train", diverge)
-    outcome = run_experiment("loops-and-window", quick(folder / "diverging"))
+    outcome = run_experiment("loops-and-window", quick(folder / "diverging", seeds=[7]))
     assert all("(here: " in claim.text and "\n" not in claim.text for claim in outcome.claims)
     assert [row[-1] for row in outcome.sheet.rows] == ["training: the loss has exploded at step 9"] * 4
     assert [(claim.measured, claim.holds) for claim in outcome.claims] == [
@@ -318,10 +318,12 @@ def test_lasso_is_measured_on_the_prompts_of_the_models(tmp_path, monkeypatch):
 def test_functions_claims():
     found = curves(looped=[1.0, 0.5, 0.3], unlooped=[1.0, 0.5, 0.3], lasso=[1.0, 0.6, 0.29])
     assert [claim.holds for claim in functions._claims("sparse_linear_regression", found)] == [True]
-    (claim,) = functions._below_lasso(found)
+    claim = functions._below_lasso(found)
     assert (claim.measured, claim.holds) == ("1: 0.5 against 0.6, 2: 0.3 against 0.29, on 0 prompts", False)
-    assert functions._below_lasso(curves(looped=[1.0, 0.5], lasso=[0.9, 0.6]))[0].holds, "without examples is no claim"
-    assert not functions._below_lasso(curves(looped=[1.0, 0.5]))
+    assert functions._below_lasso(curves(looped=[1.0, 0.5], lasso=[0.9, 0.6])).holds, "without examples is no claim"
+    assert functions._below_lasso(curves(looped=[1.0, 0.5])).holds is None
+    unmeasured = functions._claims("decision_tree", curves(xgboost=[1.0, 0.3]))
+    assert [(claim.measured, claim.holds) for claim in unmeasured] == [("-", None)] * 2
     trees = curves(looped=[1.0, 0.2], decision_tree_signs=[1.0, 0.3], xgboost=[1.0, 0.25])
     assert functions._claims("decision_tree", trees)[1].holds
     trees["xgboost"] = Measured(single([1.0, 0.1]), [], 0.0)

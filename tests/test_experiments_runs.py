@@ -1,5 +1,6 @@
 """Every experiment runs at the tiny preset, its numbers are those of its models, and its claims follow from the numbers."""
 
+import dataclasses
 import json
 import math
 
@@ -24,6 +25,7 @@ from looped.experiments import (
 from looped.experiments import loops_and_window as grid
 from looped.experiments import sample_efficiency as sets
 from looped.experiments.catalog import FIRST_LOOK, models_of
+from looped.experiments.lab import Models
 from looped.experiments.measure import Measured
 from looped.icl.curves import RunningCurve
 from looped.icl.evaluate import batches
@@ -164,19 +166,19 @@ def test_models_that_overflow_past_the_trained_loops_drift_off():
 # Models whose predictions are not finite
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "label", "about"),
-    [
-        ("fixed-point", "linear_regression", "looped", ("with injection", "the looped model")),
-        ("loops-and-window", "linear_regression_b4_T1", "b=4", ("linear regression, T=1: ", "linear regression: a smaller")),
-        ("sample-efficiency", "set_of_64_d2_looped_lr0.003", "looped", "d=2"),
-        ("shift", "linear_regression", "looped", ""),
-        ("functions", "linear_regression", "looped", "linear regression: the looped"),
-        ("sparsity", "sparse_linear_regression", "looped", ""),
-        ("architecture", "linear_regression", "1", ("with more layers", "one looped", "a wider", "the error is least")),
-        ("adaptive", "linear_regression", "same loops for all", "linear regression: "),
-    ],
-)
+RESTING = [  # experiments, a model of each, the label of its line, and how the claims about it begin
+    ("fixed-point", "linear_regression", "looped", ("with injection", "the looped model")),
+    ("loops-and-window", "linear_regression_b4_T1", "b=4", ("linear regression, T=1: ", "linear regression: a smaller")),
+    ("sample-efficiency", "set_of_64_d2_looped_lr0.003", "looped", "d=2"),
+    ("shift", "linear_regression", "looped", ""),
+    ("functions", "linear_regression", "looped", "linear regression: the looped"),
+    ("sparsity", "sparse_linear_regression", "looped", ""),
+    ("architecture", "linear_regression", "1", ("with more layers", "one looped", "a wider", "the error is least")),
+    ("adaptive", "linear_regression", "same loops for all", "linear regression: "),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "label", "about"), RESTING)
 def test_no_verdict_rests_on_a_model_that_gives_nan(folder, tmp_path, name, given, label, about):
     """The experiment runs to its end, says so, draws its figure, and decides what does not rest on the model."""
     model = icl_model(std=0.1, n_dims=2, n_points=5, n_loops=4, d_model=32, dtype=torch.float32)
@@ -192,6 +194,28 @@ def test_no_verdict_rests_on_a_model_that_gives_nan(folder, tmp_path, name, give
     assert json.dumps(outcome.to_dict(), allow_nan=False)
     plot_outcome(outcome, tmp_path / "it.png")
     assert (tmp_path / "it.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("name", "lost", "about"), [(name, given, about) for name, given, _, about in RESTING])
+def test_no_verdict_rests_on_the_seeds_that_are_left(folder, monkeypatch, name, lost, about):
+    one = Lab._one
+
+    def without_the_second(lab, label, config, optional):
+        is_lost = label == lost and config.seed == 43
+        return None if is_lost else one(lab, label, dataclasses.replace(config, seed=42), optional)
+
+    monkeypatch.setattr(Lab, "_one", without_the_second)
+    outcome = run_experiment(name, quick(folder, seeds=[42, 43]))
+    assert f"{lost}: its numbers are of 1 of 2 seeds, without 43, and no verdict rests on it" in outcome.notes
+    claims = [claim for claim in outcome.claims if claim.text.startswith(about)]
+    assert {claim.holds for claim in claims} == {None}
+
+
+def test_no_verdict_on_probes_rests_on_the_seeds_that_are_left(folder):
+    flat = {f"{kind}{rest}": torch.ones(2, 4) for kind in ("looped", "unlooped") for rest in ("", ", control")}
+    cut = Models()
+    cut.n_lost = 1
+    assert list(probe._sound(quick(folder), flat, {"looped": cut, "unlooped": Models()})) == ["unlooped", "unlooped, control"]
 
 
 def test_a_model_is_not_judged_on_the_prompts_that_it_survives(folder, monkeypatch):
@@ -214,7 +238,7 @@ def test_a_model_is_not_judged_on_the_prompts_that_it_survives(folder, monkeypat
     (note,) = (note for note in outcome.notes if "not finite" in note)
     assert note == (
         "looped: not finite for 6 of 9 prompts at 3 examples in the prompt (linear regression, looped 20 times), and in 3 more "
-        "of the panels; its means are of the others, and no verdict rests on it"
+        "of the panels; its means are of the others, and no verdict rests on these"
     )
 
 
@@ -248,10 +272,11 @@ def test_probes_that_are_not_finite_are_noted_and_not_judged(folder):
     flat = torch.ones(2, 4)
     found = {"looped": flat.clone(), "looped, control": flat, "unlooped": flat, "unlooped, control": flat}
     lab = quick(folder)
-    assert list(probe._sound(lab, found)) == list(found)
+    whole = {"looped": Models(), "unlooped": Models()}
+    assert list(probe._sound(lab, found, whole)) == list(found)
     assert not lab.notes
     found["looped"][1, 2] = math.nan
-    assert list(probe._sound(lab, found)) == ["unlooped", "unlooped, control"]
+    assert list(probe._sound(lab, found, whole)) == ["unlooped", "unlooped, control"]
     assert lab.notes == ["looped: errors of its probes are not finite, and no verdict rests on it"]
 
 

@@ -22,7 +22,7 @@ from looped.icl.prompts import interleave
 from looped.icl.tasks import PromptPool
 from looped.model import FUSED, LoopedTransformer
 from looped.pretrained import bundled_models
-from looped.train import Ramp, TrainConfig, loss, preset, train, train_seeds, trainer
+from looped.train import Ramp, TrainConfig, divergence, loss, preset, train, train_seeds, trainer
 from looped.train.divergence import EXPLODED_STEPS, why_diverged
 from looped.train.loss import loops_are_fused, matrix_products, prediction_errors, state_after, window_errors
 from looped.train.recipe import PAPER
@@ -412,7 +412,7 @@ def test_seeds_are_runs_of_their_own(tmp_path):
 
 
 def explode_from(monkeypatch, step, factor):
-    """From a step on, predictions are `factor` times too large; NaN for a factor of NaN."""
+    """From a step on, errors are `factor` times too large; NaN for a factor of NaN."""
 
     def errors(model, xs, ys, **how):
         found, change = window_errors(model, xs, ys, **how)
@@ -426,6 +426,7 @@ def explode_from(monkeypatch, step, factor):
 
     monkeypatch.setattr(Run, "advance", counted)
     monkeypatch.setattr(trainer, "window_errors", errors)
+    monkeypatch.setattr(divergence, "window_errors", errors)  # of the weights, on other prompts
 
 
 @pytest.mark.parametrize(("factor", "first", "match"), [(1e4, 6, "has exploded"), (math.nan, 6, "is not finite")])
@@ -478,6 +479,20 @@ def test_a_damaged_note_of_divergence_is_passed_over(tmp_path, monkeypatch, capl
     resumed = train(config, tmp_path, resume=True, progress=False)  # this time it does not explode
     assert not path.exists()
     assert torch.equal(weights(resumed), weights(train(config, tmp_path / "whole", progress=False)))
+
+
+@pytest.mark.parametrize(("n_exploded", "is_kept"), [(2, True), (3, False)])
+def test_a_batch_or_two_that_explode_do_not_end_a_run_whose_weights_are_sound(tmp_path, monkeypatch, n_exploded, is_kept):
+    """Of few prompts all may have answers near 0, beside which any error is large; other prompts say what the weights are."""
+    explode_from(monkeypatch, 12 - n_exploded, 1e4)
+    monkeypatch.setattr(divergence, "window_errors", window_errors)
+    if is_kept:
+        train(tiny(n_steps=12, save_every=11), tmp_path, progress=False)
+        assert checkpoint.load_training_state(tmp_path / "state.pt")["step"] == 12
+    else:
+        with pytest.raises(FloatingPointError, match="for the last 3 of its steps"):
+            train(tiny(n_steps=12, save_every=9), tmp_path, progress=False)
+        assert checkpoint.load_training_state(tmp_path / "state.pt")["step"] == 9
 
 
 def test_a_run_that_ends_while_it_explodes_is_no_good_one(tmp_path, monkeypatch):

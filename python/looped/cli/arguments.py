@@ -22,12 +22,13 @@ EVAL_TOLERANCE = 3e-3
 MOST_INTEGERS = 10_000  # of a list
 
 
-def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
+def load_model_of(source: str, fields: tuple[str, ...], *, is_default: bool = False) -> Any:
+    """The model of a folder, a file or a bundled name; by default the bundled one, whatever folder has its name."""
     from looped.checkpoint import load_checkpoint
     from looped.pretrained import bundled_models, load_pretrained
     from looped.train.record import model_of_run
 
-    if source in bundled_models() and not Path(source).exists():
+    if source in bundled_models() and (is_default or not Path(source).exists()):
         if fields:
             raise click.UsageError(f"the bundled model {source} is complete; --set is for other projects' checkpoints")
         return load_pretrained(source)
@@ -38,7 +39,7 @@ def load_model_of(source: str, fields: tuple[str, ...]) -> Any:
     return load_checkpoint(model_of_run(folder), **key_values(fields)).float()
 
 
-def run_of(source: str, model: LoopedConfig, *, instead: str | None = None) -> TrainConfig | None:
+def run_of(source: str, model: LoopedConfig, *, is_default: bool = False, instead: str | None = None) -> TrainConfig | None:
     """The run that a model of `load_model_of` comes from, as train.json beside it or in the folder above has it; None without.
 
     Of a train.json that cannot be read or is of another model, standard error says so and what stands instead; it is an error
@@ -48,7 +49,7 @@ def run_of(source: str, model: LoopedConfig, *, instead: str | None = None) -> T
     from looped.train.record import NO_RECORD, model_of_run, run_of_model
 
     folder = Path(source)
-    if not folder.exists():
+    if is_default or not folder.exists():
         folder = Path(bundled_models().get(source, source))
     folder = model_of_run(folder) if folder.is_dir() else folder.parent
     run, why_unknown = run_of_model(folder, model)

@@ -103,12 +103,12 @@ def bench_command(
         raise click.UsageError("--task-set goes with --task")
     if shape and task:
         raise click.UsageError("--task scores a trained model; give a MODEL with it")
-    looped_model = random_model(shape, seed=seed) if shape else load_model_of(source or BUNDLED, fields)
+    looped_model = random_model(shape, seed=seed) if shape else load_model_of(source or BUNDLED, fields, is_default=not source)
     config = looped_model.config
     run = None
     if config.input_kind == "features" and not (shape or fields):
         defaults = "numbers of the family and tokens of a prompt are the defaults, where not given"
-        run = run_of(source or BUNDLED, config, instead=defaults)
+        run = run_of(source or BUNDLED, config, is_default=not source, instead=defaults)
     functions = None
     if task:
         if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
@@ -120,7 +120,7 @@ def bench_command(
         raise click.UsageError(f"--tokens {n_tokens} is more than the model's {config.n_positions} positions")
     elif task and n_tokens % 2 == 0:
         raise click.UsageError(f"--tokens {n_tokens} must be odd with --task: prompts end at an x, and its y is predicted")
-    say_what_differs("the model", run, functions, n_tokens // 2 + 1)
+    say_what_differs("the model", run, functions, (n_tokens + 1) // 2)
     chosen_backends = [name.strip() for name in backends.split(",")]
     for name in chosen_backends:
         if name not in BACKENDS:

@@ -95,15 +95,16 @@ def evaluate_command(
         raise click.UsageError("the name of a model is empty; give a folder, a file or a bundled model, or leave it out")
     if twin_fields and not twin:
         raise click.UsageError("--twin-set goes with --twin")
-    if twin is None and model is None:
+    is_default, is_default_twin = model is None, model is None and twin is None
+    if is_default_twin:
         twin = f"{BUNDLED}_tied"
     source = BUNDLED if model is None else model
-    main_model = load_model_of(source, fields)
+    main_model = load_model_of(source, fields, is_default=is_default)
     config = main_model.config
     if config.input_kind != "features" or config.readout != "scalar" or config.n_dims is None:
         raise click.UsageError("eval scores in-context models: features in, a scalar read out")
     defaults = "numbers of the family and pairs in a prompt are the defaults, where not given"
-    run = None if fields else run_of(source, config, instead=task and defaults)
+    run = None if fields else run_of(source, config, is_default=is_default, instead=task and defaults)
     functions = task_of(run, task, config.n_dims, task_fields)
     if functions.name == "tabular":
         raise click.UsageError("eval scores functions with a scalar value; tables are scored by looped experiment tabular")
@@ -132,15 +133,14 @@ def evaluate_command(
     ]
     others = baselines_for(functions) if baselines else []
     if twin:
-        twin_model = load_model_of(twin, twin_fields)
+        twin_model = load_model_of(twin, twin_fields, is_default=is_default_twin)
         _check_twin(twin, twin_model.config, config.n_dims)
         _check_points(f"the twin {twin}", twin_model.config, n_points)
         name = _name_of_twin(twin, twin_model.config, {predictors[0].name, *(predictor.name for predictor in others)})
         predictors.append(LoopedPredictor(twin_model, name=name))
         unknown = "whether the twin was trained on what is drawn is not known"
-        say_what_differs(
-            f"the twin {twin}", None if twin_fields else run_of(twin, twin_model.config, instead=unknown), functions, n_points
-        )
+        twin_run = run_of(twin, twin_model.config, is_default=is_default_twin, instead=unknown) if not twin_fields else None
+        say_what_differs(f"the twin {twin}", twin_run, functions, n_points)
     predictors += others
     ready = [predictor for predictor in predictors if not predictor.why_unavailable]
     total = sum(min(n_prompts, SLOW_PROMPTS) if predictor.cost == "slow" else n_prompts for predictor in ready)

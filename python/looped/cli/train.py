@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -49,7 +50,8 @@ def train_command(
 
     The folder also holds state.pt (resumes bit for bit after a stop), log.jsonl, train.json and provenance.jsonl.
     """
-    from looped.train import preset, train, train_seeds
+    from looped.config import LoopedConfig
+    from looped.train import TrainConfig, preset, train, train_seeds
 
     if not folder:
         raise click.UsageError("--out takes the name of a folder, got ''; --out . is the one you are in")
@@ -59,6 +61,12 @@ def train_command(
     for name in ("name", "task", "tied", "unlooped", "model"):
         if name in changes:
             raise click.UsageError(f"--set {name} is not a field of the run; use --preset, --task, --tied or --unlooped")
+    of_model, of_run = ({field.name for field in dataclasses.fields(kind)} for kind in (LoopedConfig, TrainConfig))
+    if sizes := sorted((of_model - of_run) & set(changes)):
+        raise click.UsageError(
+            f"--set {sizes[0]} is of the model, which the preset gives; train another one from Python, with "
+            f"looped.train.train(dataclasses.replace(config, model=config.model.replace({sizes[0]}=...)), ...)"
+        )
     if seeds is not None and "seed" in changes:
         raise click.UsageError(f"--seeds {seeds} and --set seed={changes['seed']} are the same field; give one")
     config = preset(preset_name, task, tied=tied, unlooped=unlooped, **changes)

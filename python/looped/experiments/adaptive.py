@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looped.exits import Contraction, Fixed
-from looped.experiments.lab import Lab, Run
+from looped.experiments.lab import Lab, Models, Run
 from looped.experiments.measure import BATCH, REACH, joined, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
 from looped.icl.curves import Curve, RunningCurve, errors_of_model
@@ -29,7 +29,6 @@ from looped.icl.tasks import (
     SparseLinearRegression,
     Task,
 )
-from looped.model import LoopedTransformer
 from looped.train import TrainConfig
 
 TRAINED = ("linear_regression", "sparse_linear_regression")
@@ -165,7 +164,7 @@ def _study(
     lab: Lab,
     name: str,
     config: TrainConfig,
-    models: Sequence[LoopedTransformer],
+    models: Models,
     panels: list[Panel],
     rows: list[list[Cell]],
     claims: list[Claim],
@@ -184,7 +183,7 @@ def _study(
     parts = {"all": torch.ones_like(level, dtype=torch.bool)} | _by_task(some, level)
     for way, scope in ways.items():
         verdicts: list[str] = []
-        is_sound = bool(every.isfinite().all())
+        is_sound = bool(every.isfinite().all()) and not models.n_lost
         for tol in TOLERANCES:
             exit, title = Contraction(tol=tol, scope=scope), f"{name}, loops {way}, tol {tol:g}"
             each = [used_loops(predictor, lab.watched(title, batches()), exit) for predictor in predictors]
@@ -208,7 +207,8 @@ def _study(
             "the 90 % interval of the difference, prompt by prompt, below 0)"
         )
         better, worse = verdicts.count("yes"), verdicts.count("no")
-        measured = f"at {better} of {len(TOLERANCES)}, larger at {worse}" if is_sound else "errors are not finite"
+        unsound = "seeds are missing" if models.n_lost else "errors are not finite"
+        measured = f"at {better} of {len(TOLERANCES)}, larger at {worse}" if is_sound else unsound
         claims.append(Claim("future work", text, measured, 2 * better > len(TOLERANCES) if is_sound else None))
     by_seed = [errors.mean(dim=0).tolist() for errors in by_model] if len(by_model) > 1 else []
     counts = [len(models)] * cap

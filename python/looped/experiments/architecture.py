@@ -116,9 +116,10 @@ def _beside_unlooped(
     error, task = None, config.make_task()
     if models := lab.models(name, config):
         prompts = fresh(task, lab.n_prompts, config.points.end, lab.seed)
-        curve = measure(lab.watched(name, prompts), {name: by_examples(models, task)})[name].curve
-        rows.append(["unlooped layers", depth, n_parameters(models[0]), curve.mean[-1], *[None] * 3])
-        error = curve.mean[-1] if curve.is_finite else None
+        found = measure(lab.watched(name, prompts), {name: by_examples(models, task)})
+        error = found[name].curve.mean[-1]
+        rows.append(["unlooped layers", depth, n_parameters(models[0]), error, *[None] * 3])
+        error = error if sound(found) else None
     text = f"one looped layer matches {depth} unlooped layers, after more loops than these are"
     text += f" (here: its first loop within {MATCHES} x of their error)"
     if error is None or 1 not in by_layers:

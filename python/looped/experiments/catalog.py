@@ -72,7 +72,7 @@ def run_experiment(name: str, lab: Lab) -> Outcome:
             *([FIRST_LOOK] if lab.preset == "tiny" else []),
         ],
         seconds=time.perf_counter() - begin,
-        variant=lab.variant,
+        variant=outcome.variant + lab.variant,
     )
 
 

@@ -100,8 +100,8 @@ def _sheet(models: dict, loops: dict[str, Measured], examples: dict[str, Measure
 
 def _beyond(found: Measured | None, n_loops: int) -> tuple[float, float]:
     """Over the error at the trained loops, the largest from there on and the last one: infinite both where predictions are not
-    finite past the trained loops alone, NaN where they are not before either, or were not measured."""
-    if found is None or any(found.curve.n_not_finite[:n_loops]):
+    finite past the trained loops alone, NaN where they are not before either, or were not measured, or not of every seed."""
+    if found is None or found.n_lost or any(found.curve.n_not_finite[:n_loops]):
         return math.nan, math.nan
     if any(found.curve.n_not_finite[n_loops:]):
         return math.inf, math.inf

@@ -33,6 +33,12 @@ SEED = 42
 Run = tuple[str, TrainConfig]  # a model's name, and how it is trained
 
 
+class Models(list[LoopedTransformer]):
+    """The models of a name, one for each seed. n_lost: the seeds whose model is not there, while others' are."""
+
+    n_lost = 0
+
+
 class Batch(Protocol):
     """Prompts of a measurement."""
 
@@ -119,11 +125,12 @@ class Lab:
                 )
             self.loaded[name].check(name, wanted[name], self.preset, apart(wanted)[name])
 
-    def models(self, name: str, config: TrainConfig, *, optional: bool = False) -> list[LoopedTransformer]:
+    def models(self, name: str, config: TrainConfig, *, optional: bool = False) -> Models:
         """The models of this name, one for each seed: given, bundled with this very configuration, or trained.
 
-        Empty where there is none: not trained, as asked, or diverged; a note then says so. optional: take what is there, and
-        neither train nor note what is not. A given model stands for all seeds; in what it is unlike the configuration is noted.
+        Empty where there is none: not trained, as asked, or diverged; a note then says so, and where some are missing: no
+        verdict rests on those that are left. optional: take what is there, and neither train nor note what is not. A given
+        model stands for all seeds; in what it is unlike the configuration is noted.
         Raises ValueError for a given model of another kind, and for a run of another configuration in the folder.
         """
         if name in self.given:
@@ -134,13 +141,15 @@ class Lab:
             if len(self.seeds) > 1:
                 remarks.append(f"{name} is {given.source}: one model stands for all {len(self.seeds)} seeds")
             self.notes += [remark for remark in remarks if remark not in self.notes]  # some ask for a model twice
-            return [given.model.to(self.device)]
+            return Models([given.model.to(self.device)])
         found = {own.seed: self._one(name, own, optional) for own in self._by_seed(config)}
-        models = [model.to(self.device) for model in found.values() if model is not None]
+        models = Models(model.to(self.device) for model in found.values() if model is not None)
         if models and len(models) < len(self.seeds):
+            models.n_lost = len(self.seeds) - len(models)
             lost = [seed for seed, model in found.items() if model is None]
             without = ", ".join(str(seed) for seed in lost)
-            self.notes.append(f"{name}: its numbers are of {len(models)} of {len(self.seeds)} seeds, without {without}")
+            of_seeds = f"{len(models)} of {len(self.seeds)} seeds, without {without}"
+            self.notes.append(f"{name}: its numbers are of {of_seeds}, and no verdict rests on it")
             for seed in lost:
                 self.used.setdefault(_label(name, seed), {"source": "not there"})
         return models
@@ -221,6 +230,11 @@ class Lab:
             *self.notes,
             *(f"trained for too few steps ({what}): {'; '.join(labels)}" for what, labels in self.short.items()),
         ]
+
+    def reasons(self, name: str) -> list[str]:
+        """Why trainings of a model diverged, those that `models` met."""
+        used = [self.used.get(_label(name, seed), {}) for seed in self.seeds]
+        return [one["reason"] for one in used if "reason" in one]
 
     def _note_divergence(self, label: str, reason: str) -> None:
         reason = reason.removeprefix("train: ")

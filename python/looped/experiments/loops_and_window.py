@@ -100,8 +100,8 @@ def run(lab: Lab) -> Outcome:
                 continue
             models, task = lab.models(label, config), config.make_task()
             if not models:
-                reason = lab.used.get(label, {}).get("reason")
-                rows.append([name, n_loops, window, *[None] * 5, f"training: {reason}" if reason else "not there"])
+                reasons = lab.reasons(label)
+                rows.append([name, n_loops, window, *[None] * 5, f"training: {reasons[0]}" if reasons else "not there"])
                 continue
             ways = {"looped": by_loops(models, task, REACH * n_loops)}
             one = measure(lab.watched(label, fresh(task, lab.n_prompts, config.points.end, lab.seed)), ways)["looped"]
@@ -211,9 +211,10 @@ def _beside_unlooped(lab: Lab, unlooped: Run, found: Mapping[tuple[int, int], li
     if models := lab.models(name, config):
         ways = {name: by_examples(models, task)}
         prompts = lab.watched(name, fresh(task, lab.n_prompts, config.points.end, lab.seed))
-        curve = measure(prompts, ways)[name].curve
-        rows.append([TASK, f"{depth} unlooped layers", None, curve.mean[-1], *[None] * 5])
-        errors = curve.mean if curve.is_finite else []
+        found_unlooped = measure(prompts, ways)
+        errors = found_unlooped[name].curve.mean
+        rows.append([TASK, f"{depth} unlooped layers", None, errors[-1], *[None] * 5])
+        errors = errors if sound(found_unlooped) else []
     windows = [window for window in GRIDS[lab.preset][TASK].windows if window <= depth]
     ratios = {w: found[depth, w][depth - 1] / errors[-1] for w in windows if errors and (depth, w) in found}
     measured = ", ".join(f"{ratio:.2f} x at T={window}" for window, ratio in ratios.items()) or "-"

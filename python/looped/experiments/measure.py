@@ -31,23 +31,38 @@ Name = TypeVar("Name")
 Way = Callable[[Pairs], Tensor]  # prompts -> rows [B, K]
 
 
+class Ways(list[Callable[[Any], Tensor]]):
+    """A way for each model of a name. n_lost: as of `looped.experiments.lab.Models`."""
+
+    n_lost = 0
+
+    @classmethod
+    def of(cls, models: Sequence[LoopedTransformer], way: Callable[[LoopedTransformer], Callable[[Any], Tensor]]) -> Ways:
+        ways = cls(way(model) for model in models)
+        ways.n_lost = getattr(models, "n_lost", 0)
+        return ways
+
+
 @dataclass(frozen=True)
 class Measured:
     """A curve over prompts, each prompt's value being the mean over models (seeds); that of each model; the seconds taken.
 
-    first: the means over the first 128 prompts, which slow ways see alone, where the curve is over more.
+    first: the means over the first 128 prompts, which slow ways see alone, where the curve is over more. n_lost: seeds whose
+    model is not among these.
     """
 
     curve: Curve
     by_model: list[list[float]]
     seconds: float
     first: Sequence[float] = ()
+    n_lost: int = 0
 
 
 def measure(
     prompts: Iterable[Prompts], ways: Mapping[str, Sequence[Callable[[Prompts], Tensor]]], *, slow: Iterable[str] = ()
 ) -> dict[str, Measured]:
     """Run every way on all prompts and average. Names in `slow` see the first 128 prompts only; ways without functions none."""
+    n_lost = {name: getattr(functions, "n_lost", 0) for name, functions in ways.items()}
     ways = {name: list(functions) for name, functions in ways.items() if functions}
     slow = set(slow)
     running = {name: [RunningCurve() for _ in range(len(functions) + 1)] for name, functions in ways.items()}
@@ -72,6 +87,7 @@ def measure(
             [one.mean() for one in by_model],
             seconds[name],
             first[name].mean() if curve.n_prompts > SLOW_PROMPTS else (),
+            n_lost[name],
         )
         for name, (curve, *by_model) in running.items()
     }
@@ -84,8 +100,9 @@ def on_shared(some: Sequence[Measured]) -> tuple[int, list[list[float]]]:
 
 
 def sound(found: Mapping[Name, Measured]) -> dict[Name, Measured]:
-    """What claims may rest on: without the models that have a prediction that is not finite, as if these were not there."""
-    return {name: one for name, one in found.items() if one.curve.is_finite}
+    """What claims may rest on: without the models that have a prediction that is not finite, and those of fewer seeds than
+    were asked for, as if these were not there."""
+    return {name: one for name, one in found.items() if one.curve.is_finite and not one.n_lost}
 
 
 def least(errors: Iterable[float]) -> float:
@@ -134,17 +151,17 @@ def n_loops_tested(model: LoopedTransformer, task: Task, preset: str) -> int:
     return TESTED_OF.get(task.name, TESTED) if preset == "paper" else REACH * n_loops
 
 
-def by_examples(models: Sequence[LoopedTransformer], task: Task, preset: str = "") -> list[Way]:
+def by_examples(models: Sequence[LoopedTransformer], task: Task, preset: str = "") -> Ways:
     """Error at every point, after the trained loops, or the `n_loops_tested` of a preset."""
 
     def way(model: LoopedTransformer) -> Way:
         predictor = LoopedPredictor(model, n_loops=n_loops_tested(model, task, preset) if preset else None)
         return lambda pairs: errors_of_model(predictor.predict(pairs.xs, pairs.ys), pairs.ys, task.error_scale)
 
-    return [way(model) for model in models]
+    return Ways.of(models, way)
 
 
-def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> list[Way]:
+def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> Ways:
     """Error at the last point, after every loop up to n_loops."""
 
     def way(model: LoopedTransformer) -> Way:
@@ -157,14 +174,14 @@ def by_loops(models: Sequence[LoopedTransformer], task: Task, n_loops: int) -> l
 
         return rows
 
-    return [way(model) for model in models]
+    return Ways.of(models, way)
 
 
-def of_baseline(baseline: Baseline, task: Task) -> list[Way]:
+def of_baseline(baseline: Baseline, task: Task) -> Ways:
     """A baseline's error at every point; none where it cannot run here."""
     if baseline.why_unavailable:
-        return []
-    return [lambda pairs: squared(baseline.predict(pairs.xs, pairs.ys, progress=lambda *_: None), pairs.ys, task)]
+        return Ways()
+    return Ways([lambda pairs: squared(baseline.predict(pairs.xs, pairs.ys, progress=lambda *_: None), pairs.ys, task)])
 
 
 def squared(predictions: Tensor, ys: Tensor, task: Task) -> Tensor:

@@ -75,7 +75,7 @@ def lines_not_finite(panels: Sequence[Panel]) -> list[str]:
     for label, some in found.items():
         most = max(some, key=lambda one: one[0])[1]
         more = f", and in {len(some) - 1} more of the panels" if len(some) > 1 else ""
-        remarks.append(f"{label}: not finite for {most}{more}; its means are of the others, and no verdict rests on it")
+        remarks.append(f"{label}: not finite for {most}{more}; its means are of the others, and no verdict rests on these")
     return remarks
 
 
@@ -102,7 +102,8 @@ class Claim:
 class Outcome:
     """One run of an experiment. models: by name, where each came from and what it is. notes: what was left out, and why.
 
-    variant: what a quick look has in the names of its files, so that it takes no real measurement's place; else "".
+    variant: what a quick look, or one on other tables than the bundled ones, has in the names of its files, so that it takes no
+    other measurement's place; else "".
     """
 
     experiment: str

@@ -5,11 +5,11 @@ Stage 0 is the embedded prompt, before any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from looped.experiments.lab import Lab, Run
+from looped.experiments.lab import Lab, Models, Run
 from looped.experiments.loops_and_window import published_run
 from looped.experiments.measure import kind_of, single
 from looped.experiments.outcome import Cell, Claim, Line, Outcome, Panel, Sheet
@@ -67,14 +67,16 @@ def run(lab: Lab) -> Outcome:
     columns = ["target", "model", "embedded prompt", "after the first", "best", "at", "after the last", "control, best"]
     settings = dict(n_dims=task.n_dims, n_examples=n_examples, steps=STEPS[lab.preset], batch=BATCH[lab.preset], lr=1e-3)
     sheet = Sheet("squared error / dimensions of the probes, mean over numbers of examples", columns, rows)
-    return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(_sound(lab, found)))
+    return Outcome("probe", "Fig. 8", lab.preset, settings, panels, sheet, _claims(_sound(lab, found, models)))
 
 
-def _sound(lab: Lab, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The kinds whose probes, and those of their control task, have finite errors; a note says of which others not."""
+def _sound(lab: Lab, found: dict[str, torch.Tensor], models: Mapping[str, Models]) -> dict[str, torch.Tensor]:
+    """The kinds of which no model is missing, whose probes, and those of their control task, have finite errors; a note says of
+    which others not."""
     kinds = [kind for kind in ("looped", "unlooped") if kind in found]
-    bad = [kind for kind in kinds if not all(found[name].isfinite().all() for name in (kind, f"{kind}, control"))]
+    bad: list[str] = [kind for kind in kinds if not all(found[name].isfinite().all() for name in (kind, f"{kind}, control"))]
     lab.notes += [f"{kind}: errors of its probes are not finite, and no verdict rests on it" for kind in bad]
+    bad += [kind for kind, some in models.items() if some.n_lost]
     return {name: errors for name, errors in found.items() if name.partition(",")[0] not in bad}
 
 

@@ -83,6 +83,7 @@ def run(lab: Lab) -> Outcome:
     ]
     settings = dict(task=task.name, n_dims=task.n_dims, n_points=n_points)
     everywhere = set.intersection(*(set(sound(measured)) for measured in found.values()))
+    everywhere -= {name for name, some in models.items() if some.n_lost}
     of_these = {shift: {name: measured[name] for name in measured if name in everywhere} for shift, measured in found.items()}
     return Outcome("shift", "Fig. 6, appendix D", lab.preset, settings, panels, _sheet(found), _claims(of_these, lab))
 

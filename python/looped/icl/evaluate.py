@@ -179,10 +179,10 @@ def evaluate(
     that are not available are left out with a notice in the log; those marked slow see the first 128 prompts only (their curve
     says how many).
 
-    n_loops_shown: length of a looped model's error_by_loops, at the last point; default 5 times its trained loops, and 1 where
-        that is 1: an unlooped model, of which no settling is studied either.
-    n_loops_settling: loops of the study of rest, on at most 1,280 prompts; 0 leaves it out. The first looped model is also
-        studied damped, accelerated and on float32 states, the others plain alone.
+    n_loops_shown: length of a looped model's error_by_loops, at the last point, not less than its trained loops; default 5
+        times these, and 1 where that is 1: an unlooped model, of which no settling is studied either.
+    n_loops_settling: loops of the study of rest, not less than those shown, on at most 1,280 prompts; 0 leaves it out. The
+        first looped model is also studied damped, accelerated and on float32 states, the others plain alone.
     progress: called with a predictor's name and the number of prompts it has just finished.
 
     Ctrl-C raises `EvaluationInterrupted`, a KeyboardInterrupt whose `result` has what is finished; a plain one where nothing

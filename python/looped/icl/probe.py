@@ -119,7 +119,7 @@ def fit_probes(
     sample = draw(generator)
     n_targets, n_stages = len(sample.targets), len(sample.states)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed those of GPUs too
         probes = Probes(n_targets, n_stages, n_examples, sample.states.shape[3], sample.targets.shape[3])
     probes.to(sample.states.device)
     optimizer = torch.optim.Adam(probes.parameters(), lr=lr)

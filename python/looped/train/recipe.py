@@ -132,7 +132,10 @@ class TrainConfig:
         if not 1 <= self.window <= self.loops.start:
             raise ValueError(f"TrainConfig: window={self.window} must lie in 1 .. loops.start={self.loops.start}")
         if self.loops.end != self.model.n_loops:
-            raise ValueError(f"TrainConfig: loops end at {self.loops.end} but the model runs {self.model.n_loops}")
+            raise ValueError(
+                f"TrainConfig: loops end at {self.loops.end} but the model runs {self.model.n_loops}; change both, "
+                "in Python by model=config.model.replace(n_loops=...)"
+            )
         if self.dims.end != self.model.n_dims or self.dims.start < 1:
             raise ValueError(f"TrainConfig: dims {self.dims} must go from 1 or more to the model's {self.model.n_dims}")
         if self.points.start < 1:

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY = 20
 JUDGED = 64  # prompts, at least, that weights are judged on before they are written
+DOUBTED = 3  # steps in a row whose loss explodes, that no prompts clear
 CPU = torch.device("cpu")
 
 
@@ -56,7 +57,7 @@ class Run:
     device: torch.device = CPU
     step: int = 0
     seconds: float = 0.0
-    n_exploded: int = 0  # steps in a row; 0 in every checkpoint
+    n_exploded: int = 0  # steps in a row; a checkpoint begins anew
 
     @classmethod
     def start(cls, config: TrainConfig, device: torch.device | str = "cpu") -> Run:
@@ -65,7 +66,7 @@ class Run:
         Prompts and weights are drawn on the CPU, so that they are the same on every device.
         """
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would seed those of GPUs too
             model = LoopedTransformer(config.model).to(device)
         rng, task, pool = torch.Generator().manual_seed(config.seed), config.make_task(), None
         if config.n_distinct is not None:
@@ -150,11 +151,12 @@ class Run:
         return numbers
 
     def is_sound(self) -> bool:
-        """Whether neither the last step's loss nor the error of the weights it led to, on prompts of their own, has exploded.
+        """Whether neither the last steps' losses nor the error of the weights they led to, on other prompts, has exploded.
 
+        The loss of a step or two may do so by its prompts: of few, all may have answers near 0.
         The prompts are fresh functions of the last step's curriculum; the run draws nothing and is left as it is.
         """
-        if self.n_exploded:
+        if self.n_exploded >= DOUBTED:
             return False
         config, step = self.config, max(0, self.step - 1)
         n_live, n_points, n_loops = config.dims.at(step), config.points.at(step), config.loops.at(step)
@@ -234,6 +236,7 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
 
     def save() -> None:
         nonlocal saved_step
+        run.n_exploded = 0  # as of a run that is resumed from here
         try:
             write_training_state(folder / "state.pt", run.to_dict())
         except OSError as error:
@@ -278,6 +281,8 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
                 log.warning("train: there is no model_%s: the loss explodes", run.step)
             if due and is_sound:
                 save()
+            elif due and run.step < config.n_steps and not stop.is_set():
+                log.warning("train: there is no checkpoint of step %s: the loss explodes", run.step)
             if stop.is_set():
                 at = f"step {run.step}"
                 if saved_step != run.step:
@@ -291,7 +296,9 @@ def _train(config: TrainConfig, folder: Path, resume: bool, progress: bool, devi
 
 def _load_into(run: Run, folder: Path, resume: bool) -> None:
     if not resume:
-        raise ValueError(f"train: {folder} already holds a run; resume it or choose another folder")
+        is_own = (folder / record.FILE).is_file() and record.is_record_of(folder / record.FILE, run.config)
+        remedy = "; resume it or choose another folder" if is_own else ", of other settings; choose another folder or remove it"
+        raise ValueError(f"train: {folder} already holds a run{remedy}")
     path = folder / "state.pt"
     state = load_training_state(path)
     try:
@@ -302,7 +309,9 @@ def _load_into(run: Run, folder: Path, resume: bool) -> None:
     except ValueError as error:
         raise ValueError(f"train: {path} is no checkpoint of a run: {error}; {REMEDY_OF_STATE}") from error
     if different:
-        raise ValueError(f"train: the run in {folder} has another {', '.join(different)}; use its values or another folder")
+        raise ValueError(
+            f"train: the run in {folder} has another {', '.join(different)}; use its values, or another folder, or remove it"
+        )
 
 
 def _drop_log_after(path: Path, step: int) -> None:
