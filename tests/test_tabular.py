@@ -119,6 +119,34 @@ def test_prompts_are_rows_of_one_table_that_is_not_left_out():
     assert torch.equal(torch.cat([part.xs for part in parts]), pairs.xs)
 
 
+def test_shuffled_prompts_have_columns_and_labels_of_their_own():
+    """Of every prompt, one order and signs of the columns give a table's rows back, with its labels or all of them swapped."""
+    task = make_task("tabular", 4, leave_out="wine", shuffled=True)
+    pairs = task.sample(200, 5, generator=seeded())
+    tables = {table.name: table.rows(4) for table in task.tables}
+    orders, signs, swapped = [], [], []
+    for x, y in zip(pairs.xs, pairs.ys, strict=True):
+        found = None
+        for X, labels in tables.values():
+            sizes = {tuple(sorted(row)): i for i, row in enumerate(X.abs().tolist())}
+            rows = [sizes.get(tuple(sorted(row))) for row in x.abs().tolist()]
+            if None not in rows and len(set(X[rows[0]].abs().tolist())) == 4:
+                found = X[rows], labels[rows]
+        if found is None:  # iris has rows that come twice, and equal sizes
+            continue
+        order = [found[0][0].abs().tolist().index(size) for size in x[0].abs().tolist()]
+        sign = (x[0] * found[0][0][order]).sign()
+        assert torch.equal(x, found[0][:, order] * sign)
+        assert torch.equal(y, found[1]) or torch.equal(y, 1 - found[1])
+        orders.append(tuple(order)), signs.append(sign), swapped.append(not torch.equal(y, found[1]))
+    assert len(orders) > 150
+    assert len(set(orders)) > 15
+    assert 0.4 < torch.stack(signs).eq(1).double().mean() < 0.6
+    assert 0.35 < sum(swapped) / len(swapped) < 0.65
+    parts = [task.sample(size, 5, generator=g) for g in [seeded()] for size in (150, 50)]
+    assert torch.equal(torch.cat([part.xs for part in parts]), pairs.xs)
+
+
 def test_queries_are_rows_asked_once_among_others():
     table = load_tables()[1]
     X, y = table.rows(13)
@@ -150,7 +178,12 @@ def test_wrong_uses_are_named(tmp_path):
     with pytest.raises(ValueError, match="leave_out='iri' is none of the tables breast_cancer"):
         train(preset("tiny", "tabular", task_options={"leave_out": "iri"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    for options, message in (({"source": 3}, "source=3 must be a text"), ({"leave_out": 3}, "leave_out=3 must be a text, or")):
+    wrong = {
+        "source": "source=3 must be a text",
+        "leave_out": "leave_out=3 must be a text, or",
+        "shuffled": "shuffled=3 must be",
+    }
+    for options, message in (({name: 3}, message) for name, message in wrong.items()):
         with pytest.raises(ValueError, match=message):
             preset("tiny", "tabular", task_options=options)
     with pytest.raises(ValueError, match="tables have no curriculum"):

@@ -251,12 +251,15 @@ def listed_ids(listing: dict[str, Any]) -> list[int]:
 class TabularTask(Task):
     """Prompts of rows of one table each, drawn without replacement; y is 0 or 1. Every table but `leave_out` is as likely.
 
-    digest: `digest_of` the source's tables, or None for any. Nothing is read before the tables or prompts are asked for.
+    digest: `digest_of` the source's tables, or None for any. shuffled: every prompt has the columns in an order and with signs
+    of its own, and its labels as they are or swapped, so that rows learned by heart say nothing and its examples all (as Kirsch
+    et al., 2022, project images at random). Nothing is read before the tables or prompts are asked for.
     """
 
     source: str = "bundled"
     leave_out: str | None = None
     digest: str | None = None
+    shuffled: bool = False
     name: ClassVar[str] = "tabular"
 
     def __post_init__(self) -> None:
@@ -265,6 +268,8 @@ class TabularTask(Task):
             value = getattr(self, field)
             if not isinstance(value, str) and (value is not None or field == "source"):
                 raise ValueError(f"tabular: {field}={value!r} must be a text{'' if field == 'source' else ', or None'}")
+        if not isinstance(self.shuffled, bool):
+            raise ValueError(f"tabular: shuffled={self.shuffled!r} must be true or false")
 
     @property
     def error_scale(self) -> float:
@@ -296,14 +301,24 @@ class TabularTask(Task):
         if n_prompts < 0 or n_points < 0:
             raise ValueError(f"tabular: n_prompts={n_prompts} and n_points={n_points} must not be negative")
         rows = [_rows_of(self.source, table.name, self.n_dims) for table in self.tables]
-        uniforms = torch.rand(n_prompts, 1 + n_points, dtype=torch.float64, generator=generator).numpy()
+        n_numbers = 1 + n_points + (2 * self.n_dims + 1) * self.shuffled  # of each prompt, so that batches may be cut anywhere
+        uniforms = torch.rand(n_prompts, n_numbers, dtype=torch.float64, generator=generator).numpy()
         which = np.minimum((uniforms[:, 0] * len(rows)).astype(int), len(rows) - 1)
         xs, ys = torch.zeros(n_prompts, n_points, self.n_dims), torch.zeros(n_prompts, n_points)
         for t, (X, y) in enumerate(rows):
             prompts = np.flatnonzero(which == t)
-            chosen = torch.from_numpy(without_replacement(uniforms[prompts, 1:], len(y)))
+            chosen = torch.from_numpy(without_replacement(uniforms[prompts, 1 : 1 + n_points], len(y)))
             xs[prompts], ys[prompts] = X[chosen], y[chosen]
-        return Pairs(xs, ys)
+        return _shuffled(xs, ys, torch.from_numpy(uniforms[:, 1 + n_points :])) if self.shuffled else Pairs(xs, ys)
+
+
+def _shuffled(xs: Tensor, ys: Tensor, uniforms: Tensor) -> Pairs:
+    """Prompts xs [B, n, d], ys [B, n], the columns of each in an order and with signs of its own, its labels swapped or not; by
+    uniforms [B, 2 d + 1]."""
+    n_dims = xs.shape[2]
+    order, signs = uniforms[:, :n_dims].argsort(dim=1), torch.where(uniforms[:, n_dims:-1] < 0.5, -1.0, 1.0).to(xs.dtype)
+    is_swapped = uniforms[:, -1:] < 0.5
+    return Pairs(xs.gather(2, order[:, None].expand_as(xs)) * signs[:, None], torch.where(is_swapped, 1 - ys, ys))
 
 
 @functools.lru_cache(maxsize=256)
