@@ -120,7 +120,7 @@ def bench_command(
         raise click.UsageError(f"--tokens {n_tokens} is more than the model's {config.n_positions} positions")
     elif task and n_tokens % 2 == 0:
         raise click.UsageError(f"--tokens {n_tokens} must be odd with --task: prompts end at an x, and its y is predicted")
-    say_what_differs("the model", run, functions, (n_tokens + 1) // 2)
+    say_what_differs("the model", run, functions, n_tokens // 2 + 1)
     chosen_backends = [name.strip() for name in backends.split(",")]
     for name in chosen_backends:
         if name not in BACKENDS:
